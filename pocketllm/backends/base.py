@@ -1,0 +1,181 @@
+"""The contract between generation and an execution plane. Token ids are the only currency here.
+
+Everything above this door (templates, text, JSON, HTTP) is the same for both planes; everything below it (kernels,
+KV layouts, schedulers) belongs to one plane. Importing this module loads neither torch nor the native module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
+HealthState = Literal["loading", "ready", "dead", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Every fact about a loaded plane that a caller may branch on.
+
+    Args:
+        backend: "torch", "cpp" or "fake".
+        device: device that runs the model, such as "cpu" or "cuda:0".
+        max_slots: most requests that run at once.
+        context_length: most tokens of prompt and answer together.
+        vocab_size: token ids are in [0, vocab_size).
+        per_request_sampling: temperature, top_p and seed are the request's own.
+        per_request_top_k: so is top_k.
+        continuous_batching: requests join and leave a running batch.
+        chunked_prefill: long prompts are computed in pieces between decode steps.
+        paged_kv: KV lives in blocks that requests share.
+        prefix_caching: KV of an equal prompt prefix is reused.
+        logprobs, structured_outputs, penalties, logit_bias: as the request fields of that name need.
+        speculative_methods: names accepted by `speculative_method`.
+        details: facts for people, such as the weight layout and its size; never branched on.
+    """
+
+    backend: str
+    device: str
+    max_slots: int
+    context_length: int
+    vocab_size: int
+    per_request_sampling: bool = True
+    per_request_top_k: bool = True
+    continuous_batching: bool = True
+    chunked_prefill: bool = True
+    paged_kv: bool = True
+    prefix_caching: bool = True
+    logprobs: bool = False
+    structured_outputs: bool = False
+    penalties: bool = False
+    logit_bias: bool = False
+    speculative_methods: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One row for the engine, every default resolved.
+
+    Args:
+        request_id: unique among the active requests.
+        prompt_token_ids: at least one id, each in [0, vocab_size).
+        max_tokens: at least 1; prompt and max_tokens together fit into the context.
+        temperature: 0 is greedy; then top_p, top_k and seed are not read.
+        top_p: in (0, 1]; 1 is off.
+        top_k: 0 is off.
+        seed: seed of this row's own random stream.
+        eos_token_ids: ids that end the row; the id itself is not part of the answer.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one engine step gave one row. Outputs of a row arrive in order; nothing follows a finish.
+
+    Args:
+        request_id: the row.
+        token_ids: new ids; an EOS id ends the row and is left out.
+        num_generated: tokens that the engine has generated so far, the EOS step included.
+        finish_reason: set on the last output.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        error: why the row failed, when finish_reason is "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_generated: int
+    finish_reason: EngineFinishReason | None = None
+    cached_tokens: int = 0
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading has come: `fraction` in [0, 1] and a line for people, such as "weights 12/30"."""
+
+    fraction: float
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """State of the engine. Once dead or closed it stays so, and every submit is refused."""
+
+    state: HealthState
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and running totals since load, read at any time from any thread."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+StepCallback = Callable[[StepOutput], None]
+
+
+class Backend(ABC):
+    """One execution plane with one loaded model.
+
+    Life: construct (cheap, refuses what the plane can't run), load (slow), submit and cancel from any thread, close.
+    The plane runs one engine thread; `on_step` is called on it and must return at once.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Facts of the loaded plane; complete once `load` returned."""
+
+    @abstractmethod
+    def load(self, progress: ProgressCallback) -> None:
+        """Read the weights, allocate the KV cache, start the engine thread. Called once.
+
+        Raises:
+            ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
+        """
+
+    @abstractmethod
+    def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
+        """Queue one row; never blocks on the device and never drops.
+
+        Raises:
+            BackendUnavailableError: not loaded, dead or closed.
+            ConfigurationError: request_id is active already, or the request breaks EngineRequest's terms.
+        """
+
+    @abstractmethod
+    def cancel(self, request_id: str) -> bool:
+        """End an active row at the next step boundary with finish_reason "cancelled". False if it is not active."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """Current state, from any thread, without waiting for the device."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Current gauges and totals, from any thread, without waiting for the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine thread; rows still active end with "cancelled". May be called more than once."""

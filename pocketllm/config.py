@@ -1,0 +1,198 @@
+"""The engine's and the server's options: two frozen dataclasses, from whose fields the CLI flags are generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pocketllm import env
+from pocketllm.errors import ConfigurationError
+
+BackendName = Literal["auto", "torch", "cpp"]
+ModelFormat = Literal["auto", "safetensors", "gguf"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def _option(default: Any, help: str, *, minimum: int | None = None, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "minimum": minimum, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Which model runs, where, and with how much memory. Every field is a flag of the CLI and POCKETLLM_<FIELD> for `from_env`.
+
+    Raises:
+        ConfigurationError: an option is unknown, has the wrong type, or is out of range; `param` names it.
+    """
+
+    model: str | None = _option(None, "local directory or file, or a Hugging Face repo id [the embedded SmolLM2-135M-Instruct]")
+    backend: BackendName = _option("auto", "execution plane; auto takes cpp for Qwen3.5 safetensors when the native module is installed, else torch")
+    tokenizer: str | None = _option(None, "local directory or tokenizer.json to use in place of the checkpoint's own tokenizer")
+    model_format: ModelFormat = _option("auto", "checkpoint format; auto looks at the files")
+    tensor_parallel_size: int = _option(1, "number of devices that share the model", minimum=1)
+    tensor_parallel_rank: int = _option(0, "this process's rank, for a manual launcher", minimum=0)
+    device: str = _option("auto", "cpu, cuda, cuda:N, or auto")
+    max_model_len: int | None = _option(None, "most tokens of prompt and answer together [the checkpoint's context]", minimum=2)
+    dtype: DType = _option("auto", "compute type; float32 is the exact reference, auto the fastest for the device")
+    kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute, else a 16-bit type")
+    max_batch_size: int = _option(8, "most requests that run at once; more wait in the queue", minimum=1)
+    prefill_chunk_tokens: int = _option(512, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off", minimum=0)
+    enable_prefix_caching: bool = _option(True, "reuse the KV of prompts that begin alike")
+    kv_cache_memory: int | str | None = _option(
+        None, "KV cache size, such as 512MiB or 2GiB [room for max_batch_size full contexts, at most a quarter of free memory]", metavar="SIZE"
+    )
+    speculative_method: str | None = _option(None, "speculative decoding method")
+    speculative_tokens: int = _option(0, "tokens a speculative step proposes", minimum=0)
+    seed: int | None = _option(None, "makes requests without a seed of their own repeatable in order of arrival", minimum=0)
+    backend_options: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "tuning of one plane, as a JSON object", "minimum": None, "metavar": "JSON"}
+    )
+
+    def __new__(cls, *_args: Any, **options: Any) -> EngineArgs:
+        _refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+        if self.kv_cache_memory is not None:
+            parse_size(self.kv_cache_memory, "kv_cache_memory")
+        if self.tensor_parallel_rank >= self.tensor_parallel_size:
+            raise ConfigurationError(
+                f'"tensor_parallel_rank" = {self.tensor_parallel_rank} is not below "tensor_parallel_size" = {self.tensor_parallel_size}.',
+                param="tensor_parallel_rank",
+            )
+
+    @classmethod
+    def from_env(cls, **overrides: Any) -> EngineArgs:
+        """EngineArgs from POCKETLLM_<FIELD> variables; `overrides` win. Values are parsed as the CLI parses its flags."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        values = {name: parse_option(cls, name, text) for name, text in env.options(names).items()}
+        return cls(**{**values, **overrides})
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes, or None when the engine is to decide."""
+        return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory, "kv_cache_memory")
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """How the HTTP server listens and bounds its work. Every field is a flag of `pocketllm serve`.
+
+    Raises:
+        ConfigurationError: an option is unknown, has the wrong type, or is out of range; `param` names it.
+    """
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface, to be used with --api-key")
+    port: int = _option(8000, "TCP port to listen on; 0 takes a free one and prints it", minimum=0)
+    api_key: str | None = _option(None, "key that clients send as a bearer token [POCKETLLM_API_KEY]; /health, /alive and /ready stay open")
+    served_model_name: str | None = _option(None, "model id in responses and /v1/models [derived from the checkpoint]")
+    allow_origin: str | None = _option(None, "origin that browsers may call from (CORS), or *")
+    default_max_tokens: int | None = _option(None, "budget of chat requests that send no max_tokens [until EOS or a full context]", minimum=1)
+    request_timeout: float = _option(900.0, "seconds until a request is ended with 504", minimum=0)
+    shutdown_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0)
+    max_queued_requests: int = _option(256, "requests in the engine before new ones get 429", minimum=1)
+    max_body_bytes: int = _option(8 * 2**20, "largest request body, in bytes", minimum=1024)
+
+    def __new__(cls, *_args: Any, **options: Any) -> ServerArgs:
+        _refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+        if self.port > 65535:
+            raise ConfigurationError(f'"port" = {self.port} is not valid: send a whole number from 0 to 65535.', param="port")
+        if self.api_key is None and (key := env.api_key()):
+            object.__setattr__(self, "api_key", key)
+
+
+def parse_size(value: int | str, name: str) -> int:
+    """Bytes of 1073741824, "1GiB", "1.5G" or "512MB" (every unit is a power of 1024).
+
+    Raises:
+        ConfigurationError: `value` is not a positive size; `param` is `name`.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", str(value), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and not isinstance(value, bool) else 0
+    if size < 1:
+        raise ConfigurationError(f'"{name}" = {value!r} is not a size: send bytes, or a number with a unit such as 512MiB or 2GiB.', param=name)
+    return size
+
+
+def parse_option(cls: type, name: str, text: str) -> Any:
+    """Value of field `name` of an options class, read from the text of a flag or a variable.
+
+    Raises:
+        ConfigurationError: the text does not spell a value of the field's type; `param` names the field.
+    """
+    hint = typing.get_type_hints(cls)[name]
+    kinds = _members(hint)
+    try:
+        if hint is bool:
+            return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[text.strip().lower()]
+        if typing.get_origin(hint) is Literal or str in kinds:
+            return text
+        if float in kinds:
+            return float(text)
+        if int in kinds:
+            return int(text)
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(text)
+        return value
+    except (KeyError, ValueError):
+        raise ConfigurationError(f'"{name}" = {text!r} is not valid: send {_wanted(hint)}.', param=name) from None
+
+
+def _refuse_unknown(cls: type, options: Mapping[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f' Did you mean "{close[0]}"?' if close else f" Known options: {', '.join(known)}."
+            raise ConfigurationError(f'"{name}" is not an option of {cls.__name__}.{hint}', param=name)
+
+
+def _validate(args: EngineArgs | ServerArgs) -> None:
+    hints = typing.get_type_hints(type(args))
+    for option in dataclasses.fields(args):
+        value, hint = getattr(args, option.name), hints[option.name]
+        if not _is_a(value, hint):
+            raise ConfigurationError(f'"{option.name}" = {value!r} is not valid: send {_wanted(hint)}.', param=option.name)
+        minimum = option.metadata["minimum"]
+        if minimum is not None and value is not None and not value >= minimum:
+            raise ConfigurationError(f'"{option.name}" = {value!r} is not valid: the least is {minimum}.', param=option.name)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    for kind in _members(hint):
+        plain = typing.get_origin(kind) or kind
+        if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return True
+        if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def _wanted(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    kinds = _members(hint)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    words = [names[kind] for kind in kinds if kind in names]
+    return " or ".join(words) if words else "a JSON object"

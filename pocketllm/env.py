@@ -1,0 +1,29 @@
+"""The one place that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+PREFIX = "POCKETLLM_"
+
+
+def options(names: Iterable[str]) -> dict[str, str]:
+    """Values of POCKETLLM_<NAME> for each of `names` that is set and not empty, keyed by the name in lower case."""
+    found = {name: os.environ.get(PREFIX + name.upper(), "") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def api_key() -> str | None:
+    """POCKETLLM_API_KEY, or None when it is unset or empty."""
+    return os.environ.get(PREFIX + "API_KEY") or None
+
+
+def cache_dir() -> Path:
+    """Where downloaded models live: POCKETLLM_CACHE, else $XDG_CACHE_HOME/pocketllm, else ~/.cache/pocketllm."""
+    explicit = os.environ.get(PREFIX + "CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pocketllm"

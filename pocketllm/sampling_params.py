@@ -1,0 +1,60 @@
+"""What a caller may ask of the sampler, request by request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pocketllm.errors import ConfigurationError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling of one request. A field left None takes the checkpoint's generation_config.json, else the value in brackets.
+
+    Args:
+        max_tokens: most tokens to generate, at least 1 [until EOS or a full context].
+        temperature: divides the logits, 0 or more [1.0]. 0 is greedy decoding, whatever else is set.
+        top_p: nucleus mass in (0, 1] [1.0].
+        top_k: size of the candidate set; 0 or -1 is off [off].
+        seed: integer in [0, 2**63); the same seed gives the same tokens whatever else is in the batch [random].
+
+    Raises:
+        ConfigurationError: a value has the wrong type or is out of range; `param` names the field.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_float("temperature", self.temperature, 0.0, math.inf, "a number that is 0 (greedy) or more")
+        _check_float("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
+        if self.top_p == 0:
+            raise _out_of_range("top_p", self.top_p, "a number above 0 and at most 1")
+        _check_int("top_k", self.top_k, -1, None)
+        _check_int("seed", self.seed, 0, MAX_SEED)
+
+
+def _out_of_range(name: str, value: object, wanted: str) -> ConfigurationError:
+    return ConfigurationError(f'"{name}" = {value!r} is not valid: send {wanted}, or leave it out.', param=name)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise _out_of_range(name, value, wanted)
+
+
+def _check_float(name: str, value: object, low: float, high: float, wanted: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+        raise _out_of_range(name, value, wanted)
