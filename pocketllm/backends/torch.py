@@ -1,0 +1,178 @@
+"""The torch plane behind the backend door: options in, an engine thread out. torch is imported when the model loads."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
+from pocketllm.checkpoint import Checkpoint
+from pocketllm.config import EngineArgs
+from pocketllm.errors import BackendUnavailableError, ConfigurationError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pocketllm.torch_engine.engine import Engine
+
+BLOCK_SIZE = 16
+_OPTIONS = ("num_threads",)
+
+
+class TorchBackend(Backend):
+    """One checkpoint on PyTorch.
+
+    Args:
+        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores].
+        checkpoint: an open checkpoint whose architecture this plane runs.
+
+    Raises:
+        ConfigurationError, UnsupportedFeatureError: an option that this plane can't honour, before anything is loaded.
+    """
+
+    def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
+        self._args = args
+        self._checkpoint = checkpoint
+        self._engine: Engine | None = None
+        self._closed = False
+        self._num_threads = _num_threads(args)
+        self._context_length = _context_length(args, checkpoint)
+        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def load(self, progress: ProgressCallback) -> None:
+        progress(LoadProgress(0.0, "importing torch"))
+        import torch
+
+        from pocketllm.torch_engine.block_pool import BlockPool
+        from pocketllm.torch_engine.engine import Engine
+        from pocketllm.torch_engine.layers.attention import KVCache
+        from pocketllm.torch_engine.model_runner import ModelRunner
+        from pocketllm.torch_engine.models.llama import Llama
+        from pocketllm.torch_engine.scheduler import Scheduler
+
+        args, config = self._args, self._checkpoint.config
+        torch.set_num_threads(self._num_threads)
+        dtype = _compute_dtype(args.dtype)
+        kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
+        num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
+        bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize
+        num_blocks = self._num_blocks(bytes_per_token)
+        with torch.inference_mode():
+            model = Llama(
+                self._checkpoint,
+                dtype,
+                self._context_length,
+                lambda done: progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}")),
+            )
+            cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
+        pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
+        scheduler = Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens)
+        self._capabilities = Capabilities(
+            "torch",
+            "cpu",
+            args.max_batch_size,
+            self._context_length,
+            int(config["vocab_size"]),
+            chunked_prefill=args.prefill_chunk_tokens > 0,
+            prefix_caching=args.enable_prefix_caching,
+            details={
+                "compute_dtype": str(dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+                "weight_bytes": model.num_bytes,
+                "kv_cache_bytes": cache.num_bytes,
+                "kv_blocks": num_blocks,
+                "block_size": BLOCK_SIZE,
+                "num_threads": self._num_threads,
+            },
+        )
+        self._engine = Engine(scheduler, ModelRunner(model, cache, BLOCK_SIZE))
+        progress(LoadProgress(1.0, "ready"))
+
+    def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
+        if self._engine is None:
+            raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
+        self._engine.submit(request, on_step)
+
+    def cancel(self, request_id: str) -> bool:
+        return self._engine is not None and self._engine.cancel(request_id)
+
+    def health(self) -> Health:
+        if self._engine is None:
+            return Health("closed" if self._closed else "loading")
+        return self._engine.health()
+
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._engine is None else self._engine.stats()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def _num_blocks(self, bytes_per_token: int) -> int:
+        """KV blocks that the options and the memory allow, at least one full context."""
+        block_bytes = bytes_per_token * BLOCK_SIZE
+        per_row = -(-self._context_length // BLOCK_SIZE)
+        wanted = per_row * self._args.max_batch_size
+        if (explicit := self._args.kv_cache_bytes) is not None:
+            wanted = explicit // block_bytes
+            remedy = "raise kv_cache_memory or lower max_model_len"
+        else:
+            wanted = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
+            remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
+        if wanted < per_row:
+            raise ConfigurationError(
+                f"A context of {self._context_length} tokens needs {per_row * block_bytes / 2**20:.0f} MiB of KV cache and {wanted * block_bytes / 2**20:.0f} MiB "
+                f"may be used: {remedy}.",
+                param="kv_cache_memory",
+            )
+        return wanted
+
+
+def _num_threads(args: EngineArgs) -> int:
+    options: dict[str, Any] = dict(args.backend_options)
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigurationError(f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options")
+    count = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(f'"num_threads" = {count!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")
+    return count
+
+
+def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
+    trained = checkpoint.context_length
+    if args.max_model_len is None:
+        return trained
+    if args.max_model_len > trained:
+        raise ConfigurationError(
+            f'"max_model_len" = {args.max_model_len} is more than the {trained} tokens that {checkpoint.name} was made for: lower it, or leave it out.',
+            param="max_model_len",
+        )
+    return args.max_model_len
+
+
+def _compute_dtype(name: str) -> torch.dtype:
+    import torch
+
+    from pocketllm.torch_engine.layers.linear import has_bfloat16_units, has_float16_packing
+
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16_units() else torch.float16 if has_float16_packing() else torch.float32
+    if name == "bfloat16" and not has_bfloat16_units():
+        raise UnsupportedFeatureError('"dtype" = "bfloat16" needs a processor with AVX-512 BF16 or AMX: use "float16" or "float32".', param="dtype")
+    if name == "float16" and not has_float16_packing():
+        raise UnsupportedFeatureError('"dtype" = "float16" needs an x86 processor here: use "float32".', param="dtype")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _kv_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    import torch
+
+    return compute if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

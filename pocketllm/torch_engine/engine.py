@@ -1,0 +1,169 @@
+"""The engine thread: schedule, execute, sample, publish, until it is closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from pocketllm.backends.base import EngineRequest, EngineStats, Health, StepCallback, StepOutput
+from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError
+from pocketllm.torch_engine.model_runner import ModelRunner
+from pocketllm.torch_engine.scheduler import Row, RowUpdate, Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One scheduler and one model runner on one thread.
+
+    `submit`, `cancel`, `health` and `stats` may be called from any thread: they hand over to the loop or read what it left.
+    A row whose logits or whose listener fail ends alone; an exception in a step ends every row, and the engine is dead.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
+        self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
+        self._listeners: dict[str, StepCallback] = {}  # guarded by _wake
+        self._health = Health("ready")
+        self._closing = False
+        self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="pocketllm-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
+        """Queue a request. Raises as Backend.submit does."""
+        with self._wake:
+            if self._health.state != "ready" or self._closing:
+                raise BackendUnavailableError(f"The engine is {self._health.state}: {self._health.detail or 'it takes no more requests'}.")
+            if request.request_id in self._active:
+                raise ConfigurationError(
+                    f'"request_id" = {request.request_id!r} belongs to a request that is still active: send another id, or leave it out.', param="request_id"
+                )
+            self._active[request.request_id] = None
+            self._listeners[request.request_id] = on_step
+            self._inbox.append(lambda: self._add(request))
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the next step boundary. False if it is not active."""
+        with self._wake:
+            if request_id not in self._active:
+                return False
+            self._inbox.append(lambda: self._cancel(request_id))
+            self._wake.notify()
+            return True
+
+    def health(self) -> Health:
+        return self._health
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        with self._wake:
+            active = len(self._active)
+        running = len(scheduler.running)
+        return EngineStats(
+            running=running,
+            waiting=max(0, active - running),
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            cached_tokens=self._cached_tokens,
+            preemptions=scheduler.num_preemptions,
+        )
+
+    def close(self) -> None:
+        """Stop the loop after the step under way; requests still active end with "cancelled"."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                step = self._scheduler.schedule()
+                if step:
+                    sampled = self._runner.execute(step)
+                    self._fail_rows([step[place].row for place, token_id in sampled.items() if token_id is None])
+                    healthy = [(scheduled, sampled.get(place)) for place, scheduled in enumerate(step) if sampled.get(place, 0) is not None]
+                    ids = [token_id for _, token_id in healthy if token_id is not None]
+                    for update in self._scheduler.update([scheduled for scheduled, _ in healthy], ids):
+                        self._publish(update)
+        except Exception as error:
+            logger.exception("The engine failed")
+            self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
+        else:
+            self._stop(Health("closed"), None)
+
+    def _await_work(self) -> bool:
+        """Take what other threads handed over; sleep while there is nothing to do. False when the engine is to close."""
+        while True:
+            with self._wake:
+                while not (self._inbox or self._closing or self._scheduler.running or self._scheduler.waiting):
+                    self._wake.wait()
+                if self._closing:
+                    return False
+                messages = list(self._inbox)
+                self._inbox.clear()
+            for message in messages:
+                message()
+            if self._scheduler.running or self._scheduler.waiting:
+                return True
+
+    def _add(self, request: EngineRequest) -> None:
+        row = self._scheduler.add(request)
+        with self._wake:
+            self._active[request.request_id] = row
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _cancel(self, request_id: str) -> None:
+        row = self._active.get(request_id)
+        if row is not None:  # else it finished in the step before
+            self._scheduler.remove(row)
+            self._emit(StepOutput(request_id, (), row.num_generated, "cancelled"))
+
+    def _fail_rows(self, rows: list[Row]) -> None:
+        for row in rows:
+            self._scheduler.remove(row)
+            error = PocketLLMError("The model computed logits that are not finite, so no token can be drawn from them.")
+            self._emit(StepOutput(row.request.request_id, (), row.num_generated, "error", error=error))
+
+    def _publish(self, update: RowUpdate) -> None:
+        row = update.row
+        self._generated_tokens += 1
+        cached = row.cached_tokens or 0
+        if update.num_generated == 1:
+            self._cached_tokens += cached
+        self._emit(StepOutput(row.request.request_id, update.token_ids, update.num_generated, update.finish_reason, cached))
+
+    def _emit(self, output: StepOutput) -> None:
+        with self._wake:
+            listener = self._listeners[output.request_id]
+            if output.finish_reason is not None:
+                del self._active[output.request_id], self._listeners[output.request_id]
+        try:
+            listener(output)
+        except Exception:
+            logger.exception("The listener of request %s failed; the request is cancelled", output.request_id)
+            self.cancel(output.request_id)
+
+    def _stop(self, health: Health, error: BaseException | None) -> None:
+        """End every request and refuse new ones."""
+        with self._wake:
+            self._health = health
+            request_ids = list(self._active)
+        for request_id in request_ids:
+            row = self._active[request_id]
+            generated = 0 if row is None else row.num_generated
+            if error is None:
+                self._emit(StepOutput(request_id, (), generated, "cancelled"))
+            else:
+                unavailable = BackendUnavailableError(f"The engine failed: {error}. Restart the server.")
+                self._emit(StepOutput(request_id, (), generated, "error", error=unavailable))
