@@ -8,13 +8,15 @@ from typing import Any
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.errors import ConfigurationError
-from pocketllm.protocol.fields import check_fields, refusal, whole_number
+from pocketllm.protocol.conditions import whole_number
+from pocketllm.protocol.fields import check_fields, checked_text, refusal
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
 BUDGET_FIELDS = ("max_completion_tokens", "max_tokens")  # the first one sent wins
+TEMPLATE_FIELDS = ("reasoning_effort", "reasoning", "thinking_mode", "add_generation_prompt", "drop_thinking")
 
 
 def build_chat_request(
@@ -135,7 +137,7 @@ def _content(content: object, role: str, where: str) -> str:
     if content is None and role == "assistant":
         return ""
     if isinstance(content, str):
-        return _text(content, where)
+        return checked_text(content, where)
     if not isinstance(content, (list, tuple)):
         raise refusal(where, content, "a content is a string, or an array of text parts", "Send the content as a string", is_shape=True)
     texts = []
@@ -144,16 +146,5 @@ def _content(content: object, role: str, where: str) -> str:
             raise refusal(f"{where}[{index}]", part, "only text reaches the model", 'Send parts of the form {"type": "text", "text": "Hi"}', is_shape=False)
         if not isinstance(part.get("text"), str):
             raise refusal(f"{where}[{index}].text", part.get("text"), "a text part holds a string", 'Send "text" as a string', is_shape=True)
-        texts.append(_text(part["text"], f"{where}[{index}].text"))
+        texts.append(checked_text(part["text"], f"{where}[{index}].text"))
     return "\n".join(texts)
-
-
-def _text(text: str, where: str) -> str:
-    """`text`, unless it holds half of a surrogate pair, which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(
-            f'"{where}" holds half of a surrogate pair at character {error.start}: that is no character of any text. Send valid Unicode.', param=where
-        ) from None
-    return text

@@ -8,14 +8,29 @@ so a field changes its state here and nowhere else.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.protocol.conditions import (
+    REASONING_EFFORTS,
+    Condition,
+    instance_of,
+    is_empty,
+    is_greedy,
+    is_one_prompt,
+    is_prompt,
+    is_reasoning,
+    is_strings,
+    matches_nothing,
+    one_of,
+    ranking_asked,
+    real,
+    whole,
+)
 from pocketllm.sampling_params import MAX_SEED
 
 Endpoint = Literal["chat", "completions"]
@@ -26,7 +41,6 @@ BOTH: tuple[Endpoint, ...] = ("chat", "completions")
 CHAT: tuple[Endpoint, ...] = ("chat",)
 COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_MODES = ("thinking", "chat")
 MAX_TOP_K = 2**31 - 1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -58,87 +72,11 @@ class Rule:
 
     field: str
     endpoints: tuple[Endpoint, ...]
-    allows: Callable[[Any, Mapping[str, Any]], bool]
+    allows: Condition
     instead: str
     remedy: str
     capability: str | None = None
     is_shape: bool = False
-
-
-def whole_number(value: object) -> int | None:
-    """`value` as an int when it is a whole number (2 and 2.0 are, True and "2" are not), else None."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    return int(value) if isinstance(value, float) and value.is_integer() else None
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        return None
-    return float(value)
-
-
-def _whole(low: int, high: float = math.inf) -> Callable[[Any, Mapping[str, Any]], bool]:
-    def allows(value: Any, _body: Mapping[str, Any]) -> bool:
-        number = whole_number(value)
-        return number is not None and low <= number <= high
-
-    return allows
-
-
-def _real(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[Any, Mapping[str, Any]], bool]:
-    def allows(value: Any, _body: Mapping[str, Any]) -> bool:
-        number = _number(value)
-        return number is not None and (low < number if above else low <= number) and number <= high
-
-    return allows
-
-
-def _is(*kinds: type) -> Callable[[Any, Mapping[str, Any]], bool]:
-    return lambda value, _body: isinstance(value, kinds)
-
-
-def _one_of(*values: object) -> Callable[[Any, Mapping[str, Any]], bool]:
-    """Equality that keeps booleans and numbers apart, and takes 1.0 for 1."""
-    return lambda value, _body: any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
-
-
-def _empty(value: Any, _body: Mapping[str, Any]) -> bool:
-    return isinstance(value, (str, list, tuple, dict)) and not value
-
-
-def _strings(value: Any, _body: Mapping[str, Any]) -> bool:
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
-
-
-def _no_sequence(value: Any, _body: Mapping[str, Any]) -> bool:
-    return not value or (not isinstance(value, str) and not any(value))
-
-
-def _prompt(value: Any, _body: Mapping[str, Any]) -> bool:
-    if isinstance(value, str):
-        return True
-    return isinstance(value, (list, tuple)) and all(whole_number(item) is not None for item in value)
-
-
-def _several_prompts(value: Any, _body: Mapping[str, Any]) -> bool:
-    return not (isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, list, tuple)) for item in value))
-
-
-def _top_logprobs_pair(value: Any, body: Mapping[str, Any]) -> bool:
-    return value == 0 or body.get("logprobs") is True
-
-
-def _greedy(value: Any, body: Mapping[str, Any]) -> bool:
-    return _number(body.get("temperature")) == 0
-
-
-def _reasoning(value: Any, _body: Mapping[str, Any]) -> bool:
-    if isinstance(value, bool):
-        return True
-    return isinstance(value, Mapping) and set(value) <= {"effort"} and value.get("effort") in (None, *REASONING_EFFORTS)
 
 
 FIELDS: tuple[Field, ...] = (
@@ -186,21 +124,21 @@ FIELDS: tuple[Field, ...] = (
 _STREAM_KEYS = {"include_usage", "include_obfuscation"}
 
 RULES: tuple[Rule, ...] = (
-    Rule("n", BOTH, _whole(1), "n is the number of choices, which is a whole number of at least 1", 'Send "n" as 1, or leave it out', is_shape=True),
-    Rule("n", BOTH, _one_of(1), "one choice is generated for each request", "Send one request for each choice that you want"),
+    Rule("n", BOTH, whole(1), "n is the number of choices, which is a whole number of at least 1", 'Send "n" as 1, or leave it out', is_shape=True),
+    Rule("n", BOTH, one_of(1), "one choice is generated for each request", "Send one request for each choice that you want"),
     Rule(
         "stop",
         BOTH,
-        _strings,
+        is_strings,
         "a stop sequence is a string, or a list of strings, and this value is neither",
         'Send "stop" as a string or an array of strings',
         is_shape=True,
     ),
-    Rule("stop", BOTH, _no_sequence, "no stop sequence is matched, so the answer would run past it", 'Leave "stop" out and cut the text yourself'),
+    Rule("stop", BOTH, matches_nothing, "no stop sequence is matched, so the answer would run past it", 'Leave "stop" out and cut the text yourself'),
     Rule(
         "logprobs",
         CHAT,
-        _is(bool),
+        instance_of(bool),
         'a count is the spelling of /v1/completions; on chat "logprobs" is a boolean and the count is "top_logprobs"',
         'Send "logprobs" as false, or leave it out',
         is_shape=True,
@@ -208,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "logprobs",
         COMPLETIONS,
-        _whole(0, 20),
+        whole(0, 20),
         'on this endpoint "logprobs" is the number of alternatives for each token, a whole number from 0 to 20',
         'Leave "logprobs" out',
         is_shape=True,
@@ -224,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "top_logprobs",
         CHAT,
-        _whole(0, 20),
+        whole(0, 20),
         "it is the number of alternatives for each token, a whole number from 0 to 20",
         'Send "top_logprobs" as a whole number from 0 to 20, or leave it out',
         is_shape=True,
@@ -232,17 +170,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "top_logprobs",
         CHAT,
-        _top_logprobs_pair,
+        ranking_asked,
         "no log probabilities are asked for, so there is no ranking to take alternatives from",
         'Leave "top_logprobs" out',
         is_shape=True,
     ),
-    Rule("logprobs", CHAT, _one_of(False), "no log probabilities are returned", 'Send "logprobs" as false, or leave it out'),
+    Rule("logprobs", CHAT, one_of(False), "no log probabilities are returned", 'Send "logprobs" as false, or leave it out'),
     Rule("logprobs", COMPLETIONS, lambda _value, _body: False, "no log probabilities are returned", 'Leave "logprobs" out'),
     Rule(
         "stream_options",
         BOTH,
-        _is(dict),
+        instance_of(dict),
         "stream options are an object",
         'Send "stream_options" as {"include_usage": true}, or leave it out',
         is_shape=True,
@@ -257,17 +195,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "stream_options.include_usage",
         BOTH,
-        _is(bool),
+        instance_of(bool),
         "it says whether a last chunk carries the token counts",
         'Send "include_usage" as true or false',
         is_shape=True,
     ),
-    Rule("stream_options.include_obfuscation", BOTH, _one_of(False), "chunks are not padded", 'Send "include_obfuscation" as false, or leave it out'),
+    Rule("stream_options.include_obfuscation", BOTH, one_of(False), "chunks are not padded", 'Send "include_obfuscation" as false, or leave it out'),
     *(
         Rule(
             name,
             BOTH,
-            _one_of(0),
+            one_of(0),
             f"the sampler has no {name.removesuffix('_penalty')} term, so the answer would be generated as if it were 0",
             f'Send "{name}" as 0, or leave it out',
         )
@@ -276,24 +214,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "repetition_penalty",
         BOTH,
-        _one_of(1),
+        one_of(1),
         "the sampler has no repetition term, so the answer would be generated as if it were 1",
         'Send "repetition_penalty" as 1, or leave it out',
     ),
-    Rule("min_p", BOTH, _one_of(0), "the sampler has no such cut, so the answer would be generated as if it were 0", 'Send "min_p" as 0, or leave it out'),
+    Rule("min_p", BOTH, one_of(0), "the sampler has no such cut, so the answer would be generated as if it were 0", 'Send "min_p" as 0, or leave it out'),
     Rule(
         "logit_bias",
         BOTH,
-        _empty,
+        is_empty,
         "no per-token bias is applied, so biased tokens would be sampled at their own probability",
         'Send "logit_bias" as {}, or leave it out',
     ),
-    Rule("min_tokens", BOTH, _one_of(0), "an answer may end at any length", 'Send "min_tokens" as 0, or leave it out'),
-    Rule("ignore_eos", BOTH, _one_of(False), "the first end-of-sequence token ends the answer", 'Send "ignore_eos" as false, or leave it out'),
+    Rule("min_tokens", BOTH, one_of(0), "an answer may end at any length", 'Send "min_tokens" as 0, or leave it out'),
+    Rule("ignore_eos", BOTH, one_of(False), "the first end-of-sequence token ends the answer", 'Send "ignore_eos" as false, or leave it out'),
     Rule(
         "stop_token_ids",
         BOTH,
-        _empty,
+        is_empty,
         "only the checkpoint's own end-of-sequence ids end an answer",
         'Send "stop_token_ids" as [], or leave it out',
     ),
@@ -307,42 +245,47 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "best_of",
         COMPLETIONS,
-        _one_of(1),
+        one_of(1),
         "one candidate is generated for each request, and there is no second one to compare it with",
         'Send "best_of" as 1, or leave it out',
     ),
-    Rule("suffix", COMPLETIONS, _one_of(""), "the completion is returned on its own, with no suffix after it", 'Send "suffix" as "", or leave it out'),
+    Rule("suffix", COMPLETIONS, one_of(""), "the completion is returned on its own, with no suffix after it", 'Send "suffix" as "", or leave it out'),
     Rule(
         "echo",
         COMPLETIONS,
-        _one_of(False),
+        one_of(False),
         "the text holds only what was generated, never the prompt",
         'Send "echo" as false and put the prompt before the text yourself',
     ),
-    Rule("tools", CHAT, _empty, "no tool definitions reach the chat template", 'Send "tools" as [], or leave it out'),
+    Rule("tools", CHAT, is_empty, "no tool definitions reach the chat template", 'Send "tools" as [], or leave it out'),
     Rule(
         "tool_choice",
         CHAT,
-        _one_of("auto", "none"),
+        one_of("auto", "none"),
         "nothing makes the model call a tool, or one tool rather than another",
         'Send "tool_choice" as "auto" or "none", or leave it out',
     ),
     Rule(
         "parallel_tool_calls",
         CHAT,
-        _one_of(True),
+        one_of(True),
         "the number of tool calls is not limited",
         'Send "parallel_tool_calls" as true, or leave it out',
     ),
-    Rule("prompt", COMPLETIONS, _several_prompts, "one prompt is completed for each request", "Send one request per prompt"),
+    Rule("prompt", COMPLETIONS, is_one_prompt, "one prompt is completed for each request", "Send one request per prompt"),
     Rule(
-        "prompt", COMPLETIONS, _prompt, "a prompt is a string, or a list of token ids", 'Send "prompt" as a string or an array of whole numbers', is_shape=True
+        "prompt",
+        COMPLETIONS,
+        is_prompt,
+        "a prompt is a string, or a list of token ids",
+        'Send "prompt" as a string or an array of whole numbers',
+        is_shape=True,
     ),
     *(
         Rule(
             name,
             BOTH,
-            _whole(1),
+            whole(1),
             "the budget of an answer is a whole number of at least 1",
             f'Send "{name}" as a whole number of at least 1, or leave it out',
             is_shape=True,
@@ -352,22 +295,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "temperature",
         BOTH,
-        _real(0),
+        real(0),
         "logits are divided by a number that is 0 (greedy) or more",
         'Send "temperature" as a number, often 0 to 2',
         is_shape=True,
     ),
+    Rule("top_p", BOTH, real(0, 1, above=True), "the nucleus mass is a number above 0 and at most 1", 'Send "top_p" as such a number; 1 is off', is_shape=True),
     Rule(
-        "top_p", BOTH, _real(0, 1, above=True), "the nucleus mass is a number above 0 and at most 1", 'Send "top_p" as such a number; 1 is off', is_shape=True
+        "top_k", BOTH, whole(-1, MAX_TOP_K), "the candidate set has a whole number of tokens", 'Send "top_k" as a whole number; 0 or -1 is off', is_shape=True
     ),
-    Rule(
-        "top_k", BOTH, _whole(-1, MAX_TOP_K), "the candidate set has a whole number of tokens", 'Send "top_k" as a whole number; 0 or -1 is off', is_shape=True
-    ),
-    Rule("seed", BOTH, _whole(0, MAX_SEED), f"a seed is a whole number from 0 to {MAX_SEED}", 'Send "seed" as such a number, or leave it out', is_shape=True),
+    Rule("seed", BOTH, whole(0, MAX_SEED), f"a seed is a whole number from 0 to {MAX_SEED}", 'Send "seed" as such a number, or leave it out', is_shape=True),
     Rule(
         "temperature",
         BOTH,
-        _one_of(0),
+        one_of(0),
         "this engine decodes greedily for every request",
         'Send "temperature" as 0',
         capability="per_request_sampling",
@@ -375,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "top_p",
         BOTH,
-        lambda value, body: value == 1 or _greedy(value, body),
+        lambda value, body: value == 1 or is_greedy(value, body),
         "this engine decodes greedily for every request",
         'Send "top_p" as 1, or leave it out',
         capability="per_request_sampling",
@@ -383,16 +324,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "top_k",
         BOTH,
-        lambda value, body: value in (0, -1) or _greedy(value, body),
+        lambda value, body: value in (0, -1) or is_greedy(value, body),
         "this engine takes no candidate set of a request's own",
         'Send "top_k" as 0, or leave it out',
         capability="per_request_top_k",
     ),
-    Rule("stream", BOTH, _is(bool), "it says whether the answer comes as events", 'Send "stream" as true or false', is_shape=True),
+    Rule("stream", BOTH, instance_of(bool), "it says whether the answer comes as events", 'Send "stream" as true or false', is_shape=True),
     Rule(
         "thinking_mode",
         CHAT,
-        _one_of(*THINKING_MODES),
+        one_of(*THINKING_MODES),
         "a chat template knows two modes",
         'Send "thinking_mode" as "thinking" or "chat", or leave it out',
         is_shape=True,
@@ -400,7 +341,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reasoning_effort",
         CHAT,
-        _one_of(*REASONING_EFFORTS),
+        one_of(*REASONING_EFFORTS),
         "it is not an effort that a chat template knows",
         f'Send "reasoning_effort" as one of {", ".join(REASONING_EFFORTS)}, or leave it out',
         is_shape=True,
@@ -408,13 +349,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reasoning",
         CHAT,
-        _reasoning,
+        is_reasoning,
         "reasoning is switched by true or false, or by an effort",
         'Send "reasoning" as true, false or {"effort": "low"}, or leave it out',
         is_shape=True,
     ),
     *(
-        Rule(name, CHAT, _is(bool), "the chat template takes it as a switch", f'Send "{name}" as true or false', is_shape=True)
+        Rule(name, CHAT, instance_of(bool), "the chat template takes it as a switch", f'Send "{name}" as true or false', is_shape=True)
         for name in ("add_generation_prompt", "drop_thinking")
     ),
     Rule(
@@ -462,6 +403,21 @@ def refusal(name: str, value: object, instead: str, remedy: str, *, is_shape: bo
     """The error that refuses `value` of field `name`, in four parts: field, value, what happens instead, remedy."""
     kind = ConfigurationError if is_shape else UnsupportedFeatureError
     return kind(f'"{name}" = {summary(value)} is not supported by this server: {instead}. {remedy}.', param=name)
+
+
+def checked_text(text: str, where: str) -> str:
+    """`text`, unless it holds half of a surrogate pair, which no tokenizer can read.
+
+    Raises:
+        ConfigurationError: naming `where`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f'"{where}" holds half of a surrogate pair at character {error.start}: that is no character of any text. Send valid Unicode.', param=where
+        ) from None
+    return text
 
 
 def summary(value: object) -> str:
