@@ -25,7 +25,7 @@ test: $(VENV)/.installed-dev ## run the tests
 lint: $(VENV)/.installed-dev ## run ruff and mypy
 	@scripts/lint.sh
 
-bench: $(VENV)/.installed ## measure prefill and decode; ARGS="--peer build/llama.cpp" adds llama.cpp
+bench: $(VENV)/.installed ## measure prefill and decode; with llama.cpp beside it once scripts/build_llama_cpp.sh ran
 	@$(VENV)/bin/python benchmarks/offline.py $(ARGS)
 
 clean: ## remove the virtual environment, builds and caches
