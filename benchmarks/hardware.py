@@ -1,0 +1,101 @@
+"""What machine and what code a result belongs to."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import pocketllm
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Instruction sets that decide which CPU kernels can run; names as /proc/cpuinfo spells them on x86 and ARM.
+_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vbmi",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+)
+_FLAGS_ARM = ("asimd", "asimddp", "sve", "sve2", "i8mm", "bf16")
+
+
+def describe_hardware() -> dict[str, Any]:
+    """CPU model, cores, instruction sets of note and memory in GiB."""
+    info = _cpuinfo()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "physical_cores": physical_cores(),
+        "logical_cores": psutil.cpu_count(logical=True),
+        "flags": [flag for flag in (*_FLAGS, *_FLAGS_ARM) if flag in flags],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def physical_cores() -> int:
+    """Cores without hyper-threads, or all of them where the system does not tell them apart."""
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def slug(hardware: dict[str, Any]) -> str:
+    """Folder name for results of this machine, such as "amd-epyc-9554-64c"."""
+    name = re.sub(r"\((r|tm|c)\)", "", str(hardware["cpu"]), flags=re.IGNORECASE)
+    name = re.sub(r"@.*|\bcpu\b|\bprocessor\b|\d+-core", "", name, flags=re.IGNORECASE)
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return "-".join([*words, f"{hardware['physical_cores']}c"])
+
+
+def describe_code() -> dict[str, Any]:
+    """Commit of this tree (with "-dirty" when files differ from it) and versions of what was measured."""
+    return {
+        "commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "not a git checkout",
+        "python": sys.version.split()[0],
+        "pocketllm": pocketllm.__version__,
+        **{name: metadata.version(name) for name in ("torch", "numpy", "gguf", "tokenizers")},
+    }
+
+
+def peak_rss(pid: int | str = "self") -> int | None:
+    """Largest resident set of a process since it started, in bytes; None where /proc does not tell it or the process has ended."""
+    # getrusage would count, for a child, what its parent held when it forked.
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux: platform.processor() has to do
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or a tree without history: the caller says so in the result
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,86 @@
+"""Which execution plane runs a checkpoint, decided from its headers, before torch or the native module is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+from pocketllm.backends.base import Backend
+from pocketllm.checkpoint import Checkpoint
+from pocketllm.config import EngineArgs
+from pocketllm.errors import UnsupportedFeatureError
+
+TORCH_ARCHITECTURES = frozenset({"llama"})
+TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"})
+TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16"})
+CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneVerdict:
+    """Whether a plane runs a checkpoint, and why, in one sentence for people."""
+
+    backend: Literal["torch", "cpp"]
+    runs: bool
+    reason: str
+
+
+def explain(checkpoint: Checkpoint) -> list[PlaneVerdict]:
+    """The verdict of both planes, torch first. Imports neither."""
+    torch_obstacle, cpp_obstacle = _torch_obstacle(checkpoint), _cpp_obstacle(checkpoint)
+    what = f"{checkpoint.architecture} from {checkpoint.model_format}"
+    return [
+        PlaneVerdict("torch", torch_obstacle is None, torch_obstacle or f"it runs {what}"),
+        PlaneVerdict("cpp", cpp_obstacle is None, cpp_obstacle or f"it runs {what}"),
+    ]
+
+
+def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
+    """The plane that `args` asks for, constructed and not yet loaded.
+
+    Raises:
+        UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
+    """
+    if args.tensor_parallel_size > 1:
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported yet: one device runs the whole model. Leave it out.',
+            param="tensor_parallel_size",
+        )
+    if args.speculative_method is not None:
+        raise UnsupportedFeatureError(
+            f'"speculative_method" = {args.speculative_method!r} is not supported yet: every token takes one step. Leave it out.', param="speculative_method"
+        )
+    if args.device not in ("auto", "cpu"):
+        raise UnsupportedFeatureError(f'"device" = {args.device!r} is not supported yet: models run on the CPU. Send "cpu", or leave it out.', param="device")
+    verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
+    if args.backend == "cpp":
+        raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {verdicts["cpp"].reason}. Send "torch", or leave it out.', param="backend")
+    if not verdicts["torch"].runs:
+        raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
+    from pocketllm.backends.torch import TorchBackend  # loads torch
+
+    return TorchBackend(args, checkpoint)
+
+
+def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.architecture not in TORCH_ARCHITECTURES:
+        return f"the architecture {checkpoint.architecture!r} is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}"
+    if not checkpoint.tensors:
+        return "the checkpoint holds no weights"
+    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        return f"weights quantized with {method!r} are not supported; use an unquantized checkpoint or a GGUF"
+    known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else TORCH_SAFETENSORS_TYPES
+    for tensor in checkpoint.tensors:
+        if tensor.type not in known:
+            return f"the tensor {tensor.name} has the type {tensor.type}, which is not supported; supported are {', '.join(sorted(known))}"
+    return None
+
+
+def _cpp_obstacle(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.model_format != "safetensors" or checkpoint.architecture not in CPP_ARCHITECTURES:
+        return f"it runs Qwen3.5 safetensors, and this is {checkpoint.architecture} from {checkpoint.model_format}"
+    if importlib.util.find_spec("pocketllm_cpp") is None:
+        return "the native module pocketllm_cpp is not installed"
+    return "this version of PocketLLM has no adapter for the native module"

@@ -1,0 +1,140 @@
+"""config.json and generation_config.json of a Hugging Face checkpoint, in one flat mapping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pocketllm.errors import ConfigurationError
+
+_REQUIRED = {
+    "llama": (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ),
+}
+_POSITIVE_INTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ConfigurationError: the file is missing, unreadable or no JSON object; the message ends with `remedy`.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path.parent} has no {path.name}: {remedy}.", param="model") from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read ({error.strerror or error}): check its permissions.", param="model") from None
+    except (ValueError, RecursionError):
+        raise ConfigurationError(f"{path} is not valid JSON: download it again.", param="model") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path} holds no JSON object: download it again.", param="model")
+    return value
+
+
+def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """model_type and one flat config: a multimodal checkpoint's text_config is laid over its top level.
+
+    Both spellings of rotary embeddings are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling`.
+
+    Raises:
+        ConfigurationError: a key is missing or has the wrong type.
+    """
+    architecture = raw.get("model_type")
+    if not isinstance(architecture, str) or not architecture:
+        raise ConfigurationError(f"{path} lacks the key model_type: download it again.", param="model")
+    text = raw.get("text_config")
+    config = {name: value for name, value in raw.items() if name not in ("text_config", "vision_config")}
+    if isinstance(text, dict):
+        config.update(text)
+        config["model_type"] = architecture
+    for name in _REQUIRED.get(architecture, ()):
+        if config.get(name) is None:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    for name in _POSITIVE_INTS:
+        if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
+    _normalize_rope(config, path)
+    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    if architecture == "llama":
+        _complete_llama(config, path)
+    return architecture, config
+
+
+def hf_generation_defaults(raw: Mapping[str, Any], generation: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Keywords of GenerationDefaults.
+
+    Sampling values are taken where generation_config.json has them, whatever `do_sample` says. EOS ids come from
+    generation_config.json, which knows the end of a turn, else from config.json.
+    """
+    text = raw.get("text_config")
+    sources = [generation, raw, text if isinstance(text, dict) else {}]
+    eos = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), ())
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(type(id_) is int and id_ >= 0 for id_ in ids):
+        raise ConfigurationError(f"{directory} has eos_token_id = {eos!r}, which should be a token id or a list of them: download it again.", param="model")
+    defaults: dict[str, Any] = {"eos_token_ids": ids}
+    for name in ("temperature", "top_p", "top_k"):
+        value = generation.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float))):
+            raise ConfigurationError(
+                f"{directory / 'generation_config.json'} has {name} = {value!r}, which should be a number: correct or delete it.", param="model"
+            )
+        defaults[name] = value
+    return defaults
+
+
+def _normalize_rope(config: dict[str, Any], path: Path) -> None:
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        parameters = config.get("rope_scaling")
+    if not isinstance(parameters, dict):
+        parameters = {}
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    if theta is not None:
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
+            raise ConfigurationError(f"{path} has rope_theta = {theta!r}, which should be a number above 0: download it again.", param="model")
+        config["rope_theta"] = float(theta)
+    if "partial_rotary_factor" in parameters:
+        config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
+    config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
+
+
+def _complete_llama(config: dict[str, Any], path: Path) -> None:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = heads
+    if heads % config["num_key_value_heads"]:
+        raise ConfigurationError(f"{path} has {heads} heads for {config['num_key_value_heads']} key-value heads: download it again.", param="model")
+    if config.get("head_dim") is None:
+        if hidden % heads:
+            raise ConfigurationError(f"{path} has hidden_size = {hidden} for {heads} heads and no head_dim: download it again.", param="model")
+        config["head_dim"] = hidden // heads
+    if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
+        raise ConfigurationError(
+            f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model"
+        )
+    # What transformers' LlamaConfig means by a key that is left out.
+    for name, value in {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+        config.setdefault(name, value)

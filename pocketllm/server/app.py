@@ -1,0 +1,133 @@
+"""The HTTP application: which path goes where, who may call it, and one form for every error."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pocketllm.config import ServerArgs
+from pocketllm.errors import BackendUnavailableError, PocketLLMError
+from pocketllm.protocol.responses import error_body, error_of
+from pocketllm.server.chat import chat_completions
+from pocketllm.server.completions import completions
+from pocketllm.server.operations import alive, cancel_request, health, json_response, metrics, model, models, ready
+from pocketllm.server.state import Load, ServerState
+
+logger = logging.getLogger("pocketllm.server")
+
+OPEN_PATHS = frozenset({"/alive", "/ready", "/health"})
+
+# Everything that the server answers; any other path is a 404.
+ROUTES = (
+    Route("/health", health, methods=["GET"]),
+    Route("/alive", alive, methods=["GET"]),
+    Route("/ready", ready, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{model_id:path}", model, methods=["GET"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/requests/{request_id}", cancel_request, methods=["DELETE"]),
+)
+
+
+def create_app(args: ServerArgs, load: Load) -> Starlette:
+    """The application, whose `state.server` is its ServerState. The model loads from the lifespan's start on.
+
+    Args:
+        args: the server's options.
+        load: opens the model; called once, on a thread of its own.
+    """
+    state = ServerState(args, load)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        state.start_loading()
+        try:
+            yield
+        finally:
+            await state.close()
+
+    middleware = [Middleware(_Failures)]
+    if args.allow_origin is not None:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=[args.allow_origin], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
+        )
+    if args.api_key is not None:
+        middleware.append(Middleware(_ApiKey, api_key=args.api_key))
+    app = Starlette(
+        routes=ROUTES,
+        middleware=middleware,
+        exception_handlers={PocketLLMError: _pocketllm_error, HTTPException: _http_error},
+        lifespan=lifespan,
+    )
+    router: Router = app.router
+    router.redirect_slashes = False  # a redirect would be an answer outside of the error form
+    app.state.server = state
+    return app
+
+
+async def _pocketllm_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, PocketLLMError)
+    if error.status_code == 500:
+        logger.error("A request failed", exc_info=error)
+    retry = {"retry-after": "1"} if isinstance(error, BackendUnavailableError) else None
+    return json_response(error_of(error), error.status_code, retry)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    if error.status_code == 404:
+        return json_response(error_body(f"There is no {path} on this server.", "not_found_error"), 404)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return json_response(error_body(f"{path} does not take {method}, only {allowed}.", "invalid_request_error"), 405, {"allow": allowed})
+    return json_response(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+
+
+class _Failures:
+    """Makes an error of the program a 500 in the one form; its traceback goes to the log alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await json_response(error_body("The server failed to answer; its log says why.", "server_error"), 500)(scope, receive, send)
+
+
+class _ApiKey:
+    """Refuses requests without the key, except to OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):
+            body = error_body("The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.", "authentication_error", code="invalid_api_key")
+            await json_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = sent.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

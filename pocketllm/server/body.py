@@ -1,0 +1,82 @@
+"""The body of a request: read up to a limit, and parsed without surprises."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from pocketllm.errors import ConfigurationError
+
+MAX_DEPTH = 64
+
+
+class BodyTooLargeError(ConfigurationError):
+    """The body is larger than `max_body_bytes`."""
+
+    status_code = 413
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The JSON object that `request` carries.
+
+    Args:
+        request: its body has not been read.
+        limit: most bytes that are read.
+
+    Raises:
+        BodyTooLargeError: the body is longer; the rest is not read.
+        ConfigurationError: it is not UTF-8, not JSON, no object, or nested too deep.
+    """
+    raw = await _read(request, limit)
+    try:
+        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"The request body is not UTF-8: byte {error.start} begins no character. Send JSON in UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"The request body is not valid JSON: {error}. Send one JSON object.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        raise ConfigurationError("The request body holds a number with more digits than any field takes. Send a shorter one.") from None
+    if not isinstance(body, dict):
+        raise ConfigurationError("The request body is not a JSON object. Send one, with the request's fields as its keys.")
+    _check_depth(body)
+    return body
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Refuse what later steps, which recurse, could not walk."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item) if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ConfigurationError:
+    return ConfigurationError(f"The request body is nested deeper than {MAX_DEPTH} levels. Send a flatter one.")
+
+
+def _too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The request body is larger than {limit} bytes. Send a shorter one, or start the server with a larger --max-body-bytes.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ConfigurationError(f"The request body holds {name}, which is no JSON number. Send a finite number, or leave the field out.")

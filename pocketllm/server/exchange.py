@@ -1,0 +1,159 @@
+"""One generation request over HTTP, from its body to the end of its answer: limits, deadline, disconnect, failures, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from pocketllm.config import ServerArgs
+from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledError, RequestTimeoutError
+from pocketllm.outputs import GenerationOutput
+from pocketllm.protocol.fields import Endpoint, check_fields
+from pocketllm.protocol.request import GenerationRequest
+from pocketllm.protocol.responses import DONE, Answer, ChatAnswer, CompletionAnswer, dump, error_of, sse
+from pocketllm.server.body import read_json
+from pocketllm.server.metrics import Outcome, RequestClock
+from pocketllm.server.sse import ClientDisconnected, EventStream, unless_disconnected
+from pocketllm.server.state import ServerState
+
+logger = logging.getLogger("pocketllm.server")
+
+Build = Callable[[dict[str, Any], ServerArgs], GenerationRequest]
+_ANSWERS: Mapping[Endpoint, type[ChatAnswer] | type[CompletionAnswer]] = {"chat": ChatAnswer, "completions": CompletionAnswer}
+
+
+async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
+    """The response to a generation request.
+
+    Args:
+        http: the request; its body has not been read.
+        endpoint: whose fields and answers are used.
+        build: makes the GenerationRequest of a body whose fields have passed.
+
+    Raises:
+        PocketLLMError: the request is refused, or has failed before its answer began.
+    """
+    state: ServerState = http.app.state.server
+    clock = RequestClock(state.metrics)
+    try:
+        service = state.service
+        body = await read_json(http, state.args.max_body_bytes)
+        check_fields(body, endpoint, service.capabilities)
+        request = build(body, state.args)
+        include_usage = (body.get("stream_options") or {}).get("include_usage") is True
+        answer = _ANSWERS[endpoint](request.request_id, state.model_name, int(time.time()), include_usage=include_usage)
+        exchange = _Exchange(state, request, answer, clock)
+        return await (exchange.stream() if body.get("stream") else exchange.whole(http.receive))
+    except (ClientDisconnected, ClientDisconnect):
+        clock.end("cancelled")
+        return Response(status_code=499)
+    except BaseException as error:
+        clock.end(_outcome(error))
+        raise
+
+
+class _Exchange:
+    def __init__(self, state: ServerState, request: GenerationRequest, answer: Answer, clock: RequestClock) -> None:
+        self._state = state
+        self._id = request.request_id
+        self._answer = answer
+        self._clock = clock
+        self._headers = {"x-request-id": request.request_id}
+        limit = state.args.request_timeout
+        self._deadline = asyncio.get_running_loop().time() + limit if limit else None
+        self._reason: Outcome = "stop"
+        self._tokens = state.service.stream_async(request)
+        state.admit(request.request_id)
+
+    async def whole(self, receive: Receive) -> Response:
+        """The finished answer. Raises what generation raises, and ClientDisconnected."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                output = await unless_disconnected(receive, self._collect())
+        except TimeoutError:
+            raise self._timeout() from None
+        finally:
+            await self._release()
+        self._clock.end(output.finish_reason)
+        return Response(dump(self._answer.whole(output)), media_type="application/json", headers=self._headers)
+
+    async def stream(self) -> Response:
+        """A response that streams the answer. Raises what preparing and submitting raise."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._tokens.start()
+        except TimeoutError:
+            await self._release()
+            raise self._timeout() from None
+        except BaseException:
+            await self._release()
+            raise
+        return EventStream(self._events(), self._headers, self._release)
+
+    async def _collect(self) -> GenerationOutput:
+        async for event in self._tokens:
+            self._clock.event(event)
+        return await self._tokens.result()
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        """The chunks of a stream. A failure is one error event; [DONE] comes last in any case."""
+        outcome: Outcome = "cancelled"
+        try:
+            if opening := self._answer.opening():
+                yield opening
+            async for chunk in self._chunks():
+                yield chunk
+            outcome = self._reason
+        except PocketLLMError as error:
+            outcome = _outcome(error)
+            yield sse(error_of(error))
+        except Exception:
+            logger.exception("Request %s failed", self._id)
+            outcome = "error"
+            yield sse(error_of(PocketLLMError("The server failed to answer; its log says why.")))
+        finally:
+            self._clock.end(outcome)
+        yield DONE
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        while True:
+            try:
+                # Around the wait alone: a deadline that fell into the `yield` would cancel the sender instead.
+                async with asyncio.timeout_at(self._deadline):
+                    event = await anext(self._tokens, None)
+            except TimeoutError:
+                raise self._timeout() from None
+            if event is None:
+                return
+            self._clock.event(event)
+            if event.finish_reason is not None:
+                self._reason = event.finish_reason
+            if chunk := self._answer.chunk(event):
+                yield chunk
+
+    async def _release(self) -> None:
+        await self._tokens.aclose()
+        self._state.release(self._id)
+
+    def _timeout(self) -> RequestTimeoutError:
+        seconds = self._state.args.request_timeout
+        return RequestTimeoutError(
+            f"The request did not finish within {seconds:g} seconds. Ask for fewer tokens, or start the server with a larger --request-timeout."
+        )
+
+
+def _outcome(error: BaseException) -> Outcome:
+    if isinstance(error, (RequestCancelledError, asyncio.CancelledError)):
+        return "cancelled"
+    if isinstance(error, RequestTimeoutError):
+        return "timeout"
+    if isinstance(error, QueueFullError):
+        return "rejected"
+    return "refused" if isinstance(error, PocketLLMError) and error.status_code < 500 else "error"

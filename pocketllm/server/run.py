@@ -1,0 +1,150 @@
+"""Serving: the socket first, then the model, then requests until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from pocketllm.backends.base import LoadProgress, ProgressCallback
+from pocketllm.config import ServerArgs
+from pocketllm.errors import ConfigurationError, PocketLLMError
+from pocketllm.server.app import create_app
+from pocketllm.server.state import Load, ServerState
+
+_CLOSING_SECONDS = 5  # for cancelled requests to say so to their clients
+
+
+def serve(args: ServerArgs, load: Load) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code of the process.
+
+    Args:
+        args: the server's options.
+        load: opens the model; called once the socket is bound.
+
+    Raises:
+        ConfigurationError: the address can't be listened on.
+        PocketLLMError: the model can't be loaded.
+    """
+    listener = bind(args.host, args.port)
+    say(f"Listening on {url_of(listener)} while the model loads")
+    app = create_app(args, lambda progress: load(_shown(progress)))
+    server = _Server(app, args, listener)
+    server.run(sockets=[listener])
+    error = server.state.load_error
+    if isinstance(error, PocketLLMError):
+        raise error
+    if error is not None:
+        raise PocketLLMError(f"The model could not be loaded: {type(error).__name__}: {error}") from error
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Raises:
+        ConfigurationError: the port is in use or not permitted, or the host is no address of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigurationError(f"host {host} can not be resolved ({error.strerror}): choose another with --host", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"port {port} is in use: choose another with --port", param="port") from None
+        if error.errno == errno.EACCES:
+            raise ConfigurationError(f"port {port} needs more rights than this process has: choose one above 1023 with --port", param="port") from None
+        raise ConfigurationError(f"can not listen on {host} ({error.strerror}): choose another address with --host", param="host") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL at which this machine reaches `listener`."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def say(line: str) -> None:
+    """One line for the person at the terminal."""
+    print(f"pocketllm: {line}", file=sys.stderr, flush=True)
+
+
+def _shown(progress: ProgressCallback) -> ProgressCallback:
+    """`progress`, with each new message on a line of its own."""
+    last = ""
+
+    def report(now: LoadProgress) -> None:
+        nonlocal last
+        progress(now)
+        if now.message != last:
+            last = now.message
+            say(f"{now.fraction:4.0%} {now.message}")
+
+    return report
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with a load that may fail, requests that end in good order, and exit code 0 after a signal."""
+
+    def __init__(self, app: Starlette, args: ServerArgs, listener: socket.socket) -> None:
+        grace = int(args.shutdown_timeout) + _CLOSING_SECONDS
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=grace))
+        self.state: ServerState = app.state.server
+        self._args = args
+        self._url = url_of(listener)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._loading = asyncio.ensure_future(self._announce())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loading.cancel()
+        limit = asyncio.ensure_future(self._cancel_late_requests())
+        try:
+            await super().shutdown(sockets=sockets)
+        finally:
+            limit.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signal is not raised again: a server that was asked to stop and did exits with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def _announce(self) -> None:
+        await self.state.loaded.wait()
+        if self.state.load_error is not None:
+            self.should_exit = True
+            return
+        body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+        key = ' -H "Authorization: Bearer $POCKETLLM_API_KEY"' if self._args.api_key else ""
+        say(f"{self.state.model_name} is ready at {self._url}")
+        say(f"try: curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+
+    async def _cancel_late_requests(self) -> None:
+        await asyncio.sleep(self._args.shutdown_timeout)
+        if count := self.state.cancel_all():
+            say(f"cancelled {count} requests that were still running after {self._args.shutdown_timeout:g} seconds")

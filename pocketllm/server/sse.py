@@ -1,0 +1,78 @@
+"""Streaming over HTTP: an answer of server-sent events, and the watch for a client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a reverse proxy must not hold the events back
+}
+
+
+class ClientDisconnected(Exception):
+    """The client has closed its connection before the answer was complete."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. The request's body must have been read.
+
+    Raises:
+        ClientDisconnected: the client went away first.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A 200 whose body is `chunks`, sent as they come. When the client goes away, `chunks` is cancelled.
+
+    Args:
+        chunks: encoded events; it must not fail.
+        headers: beside the ones that event streams need.
+        on_end: awaited once the answer is complete or the client has gone.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes], headers: dict[str, str], on_end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(send))
+        except ClientDisconnected:
+            pass  # nobody is left to tell
+        finally:
+            await self._on_end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._chunks) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
