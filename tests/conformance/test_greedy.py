@@ -1,0 +1,89 @@
+"""Greedy ids of the torch plane against transformers, alone and in company, chunked and whole, preempted, warm and cold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pocketllm.config import EngineArgs
+from pocketllm.generation import GenerationService, TokenStream
+from pocketllm.protocol.request import GenerationRequest, new_request_id
+from pocketllm.sampling_params import SamplingParams
+from tests.conformance.llama_oracle import Oracle
+
+NEW_TOKENS = 16
+ALLOWANCE = {"float32": 0.0, "auto": 0.1}  # nats; see decisions on what counts as equal
+
+
+@contextmanager
+def opened(model: Path, dtype: str, **options: object) -> Iterator[GenerationService]:
+    one_thread = {"num_threads": 1}  # threads that share a core wait for each other at every operator
+    service = GenerationService.open(EngineArgs(model=str(model), dtype=dtype, max_model_len=1024, backend_options=one_thread, **options))
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def start(service: GenerationService, prompt: list[int]) -> TokenStream:
+    return service.stream(GenerationRequest(tuple(prompt), SamplingParams(max_tokens=NEW_TOKENS, temperature=0), new_request_id("test")))
+
+
+def alone(service: GenerationService, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(start(service, prompt).result().token_ids) for prompt in prompts]
+
+
+def staggered(service: GenerationService, prompts: list[list[int]]) -> list[list[int]]:
+    """Each request arrives after the one before has given two tokens, so that rows join and leave a running batch."""
+    streams, heads = [], []
+    for prompt in prompts:
+        stream = start(service, prompt)
+        streams.append(stream)
+        heads.append([token_id for _ in range(2) for token_id in next(stream).token_ids])
+    return [head + [token_id for event in stream for token_id in event.token_ids] for head, stream in zip(heads, streams, strict=True)]
+
+
+def together(service: GenerationService, prompts: list[list[int]]) -> list[list[int]]:
+    streams = [start(service, prompt) for prompt in prompts]
+    return [list(stream.result().token_ids) for stream in streams]
+
+
+def check(oracle: Oracle, prompts: list[list[int]], answers: list[list[int]], dtype: str) -> None:
+    assert len(answers) == len(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer
+        oracle.check_greedy(prompt, answer, ALLOWANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_alone_cold_and_warm(default_model: Path, oracle: Oracle, prompt_ids: list[list[int]], dtype: str) -> None:
+    with opened(default_model, dtype) as service:
+        cold = alone(service, prompt_ids)
+        assert service.stats().cached_tokens == 0
+        warm = alone(service, prompt_ids)
+        assert service.stats().cached_tokens == sum((len(prompt) - 1) // 16 * 16 for prompt in prompt_ids)
+    check(oracle, prompt_ids, cold, dtype)
+    check(oracle, prompt_ids, warm, dtype)
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 0])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_staggered_batch_of_8(default_model: Path, oracle: Oracle, prompt_ids: list[list[int]], dtype: str, chunk: int) -> None:
+    with opened(default_model, dtype, prefill_chunk_tokens=chunk, max_batch_size=8) as service:
+        answers = staggered(service, prompt_ids)
+    check(oracle, prompt_ids, answers, dtype)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_preempted(default_model: Path, oracle: Oracle, prompt_ids: list[list[int]], dtype: str, prefix_caching: bool) -> None:
+    value_bytes = 4 if dtype == "float32" else 2
+    one_context = 1024 * 30 * 2 * 3 * 64 * value_bytes
+    with opened(default_model, dtype, kv_cache_memory=one_context, enable_prefix_caching=prefix_caching) as service:
+        answers = together(service, prompt_ids)
+        assert service.stats().preemptions > 0
+        assert service.stats().kv_blocks_used == 0
+    check(oracle, prompt_ids, answers, dtype)
