@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsers() -> dict[str, Parser]:
     top = Parser(prog="pocketllm", usage="pocketllm COMMAND [options]", description=_DESCRIPTION)
     top.add_argument("--version", action="version", version=f"pocketllm {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser, title="commands")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser, title="commands", prog="pocketllm")
 
     serving = commands.add_parser("serve", help="serve a model over HTTP", description="An OpenAI-compatible HTTP server.", epilog=serve.EXAMPLES)
     add_options(serving, ServerArgs, "server")

@@ -20,7 +20,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"pocketllm: error: {message.rstrip('.')}. See {self.prog} --help.\n")
+        end = "" if message.endswith(("?", ".")) else "."
+        self.exit(2, f"pocketllm: error: {message}{end} See {self.prog} --help.\n")
 
     def flags(self) -> list[str]:
         """Every long flag of this parser."""
@@ -67,4 +68,4 @@ def refuse_unknown(parser: Parser, unknown: list[str]) -> None:
         return
     flag = unknown[0].partition("=")[0]
     close = difflib.get_close_matches(flag, parser.flags(), 1)
-    parser.error(f"{flag} is not known" + (f"; did you mean {close[0]}" if close else ""))
+    parser.error(f"{flag} is not known" + (f"; did you mean {close[0]}?" if close else ""))
