@@ -132,9 +132,7 @@ def _complete_llama(config: dict[str, Any], path: Path) -> None:
             raise ConfigurationError(f"{path} has hidden_size = {hidden} for {heads} heads and no head_dim: download it again.", param="model")
         config["head_dim"] = hidden // heads
     if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
-        raise ConfigurationError(
-            f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model"
-        )
+        raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
     # What transformers' LlamaConfig means by a key that is left out.
     for name, value in {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
         config.setdefault(name, value)

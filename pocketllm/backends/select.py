@@ -55,7 +55,8 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         raise UnsupportedFeatureError(f'"device" = {args.device!r} is not supported yet: models run on the CPU. Send "cpu", or leave it out.', param="device")
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
     if args.backend == "cpp":
-        raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {verdicts["cpp"].reason}. Send "torch", or leave it out.', param="backend")
+        reason = verdicts["cpp"].reason
+        raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {reason}. Send "torch", or leave it out.', param="backend")
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
     from pocketllm.backends.torch import TorchBackend  # loads torch

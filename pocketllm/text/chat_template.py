@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -39,7 +40,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, AssertionError, OverflowError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
-            raise ConfigurationError(f"The model's chat template is not valid Jinja{where}: {_one_line(error)}. Download the model again.", param="model") from None
+            raise ConfigurationError(
+                f"The model's chat template is not valid Jinja{where}: {_one_line(error)}. Download the model again.", param="model"
+            ) from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
@@ -59,14 +62,13 @@ class ChatTemplate:
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             variables = {name: _plain(value) for name, value in given.items()}
-            return self._template.render(
-                {**variables, "messages": _plain(chat), "tools": _plain(tools), "add_generation_prompt": add_generation_prompt}
-            )
+            return self._template.render({**variables, "messages": _plain(chat), "tools": _plain(tools), "add_generation_prompt": add_generation_prompt})
         except _Refusal as error:
             raise ConfigurationError(f"The model's chat template refuses the messages: {_one_line(error)}", param="messages") from None
         except Exception as error:  # a template is a program from a download: whatever it raises is about its input
             raise ConfigurationError(
-                f"The model's chat template fails on these messages ({type(error).__name__}: {_one_line(error)}): check their roles and contents.", param="messages"
+                f"The model's chat template fails on these messages ({type(error).__name__}: {_one_line(error)}): check their roles and contents.",
+                param="messages",
             ) from error
 
 
@@ -126,7 +128,7 @@ class _Namespace(jinja2.utils.Namespace):
     @staticmethod
     def _check(name: str) -> None:
         if name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"the namespace attribute {name!r} begins with an underscore")
+            raise jinja2.exceptions.SecurityError(f"the namespace attribute {name!r} begins with an underscore")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -141,9 +143,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception,

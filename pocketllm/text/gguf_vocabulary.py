@@ -102,8 +102,8 @@ def _add_marked_tokens(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) 
     types = file.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(types, list) or len(types) not in (0, len(tokens)):
         raise ConfigurationError(f"{file.path} has a tokenizer.ggml.token_type that does not match its tokens: download or convert it again.", param="model")
-    marked = [AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_tokens(marked)
+    marked = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in marked])
 
 
 def _add_post_processor(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, add_bos: bool) -> None:

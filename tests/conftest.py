@@ -1,0 +1,89 @@
+"""Fixtures that any test may use: the real default model, and small GGUF files made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from pocketllm.hub import resolve_model
+
+WriteGGUF = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The embedded SmolLM2 file, fetched once into the user's cache."""
+    return resolve_model(None, lambda progress: print(progress.message))
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that byte-level BPE spells bytes with, in byte order, as the tokenizers library has them."""
+    from tokenizers import pre_tokenizers
+
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ascii_part = [step.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
+    rest = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(ascii_part))
+    return ascii_part + rest
+
+
+def tiny_llama_metadata() -> dict[str, Any]:
+    """Metadata of a one-layer llama with a byte vocabulary; a test changes or deletes keys."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), "he", "ll", "hell"]
+    return {
+        "llama.block_count": 1,
+        "llama.context_length": 64,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    }
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> WriteGGUF:
+    """write_gguf(name="m.gguf", architecture="llama", tensors=None, **changes): a small file; a change of None deletes the key, `__` stands for `.`."""
+
+    def write(name: str = "m.gguf", architecture: str = "llama", tensors: Mapping[str, np.ndarray] | None = None, **changes: Any) -> Path:
+        metadata = {**tiny_llama_metadata(), **{key.replace("__", "."): value for key, value in changes.items()}}
+        if tensors is None:
+            rows = len(metadata["tokenizer.ggml.tokens"] or [])
+            tensors = {"token_embd.weight": np.ones((rows, 32), np.float32), "blk.0.attn_norm.weight": np.ones(32, np.float32)}
+        path = tmp_path / name
+        writer = GGUFWriter(path, architecture)
+        for key, value in metadata.items():
+            if key == "general.alignment":
+                writer.add_custom_alignment(value)
+            elif isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            elif isinstance(value, str):
+                writer.add_string(key, value)
+            elif value is not None:
+                writer.add_array(key, value)
+        for tensor, data in tensors.items():
+            writer.add_tensor(tensor, data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
