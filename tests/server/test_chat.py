@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import call, chat_body, fake, in_process, make_service
+from fake_serving import call, chat_body, fake, in_process, make_service
 
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import call, fake
+from fake_serving import call, fake
 from test_chat import events
 
 PATH = "/v1/completions"

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import chat_body, fake, in_process
+from fake_serving import chat_body, fake, in_process
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields, summary
