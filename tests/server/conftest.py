@@ -44,5 +44,3 @@ def start_server() -> Iterator[StartServer]:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
-
-

@@ -40,7 +40,13 @@ def test_other_paths_are_404(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("GET", CHAT, "POST"), ("PUT", "/v1/completions", "POST"), ("POST", "/v1/models", "GET"), ("GET", "/v1/requests/a", "DELETE"), ("DELETE", "/metrics", "GET")],
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", "/v1/completions", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("GET", "/v1/requests/a", "DELETE"),
+        ("DELETE", "/metrics", "GET"),
+    ],
 )
 def test_wrong_method_is_405_and_says_the_right_one(method: str, path: str, allowed: str) -> None:
     response = call(method, path)

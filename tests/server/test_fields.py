@@ -126,7 +126,8 @@ def test_guides_example_is_answered_to_the_letter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "field"), [("chat", "prompt"), ("completions", "messages"), ("chat", "foo"), ("completions", "request_id"), ("completions", "tools"), ("chat", "echo")]
+    ("endpoint", "field"),
+    [("chat", "prompt"), ("completions", "messages"), ("chat", "foo"), ("completions", "request_id"), ("completions", "tools"), ("chat", "echo")],
 )
 def test_unknown_field_is_named(endpoint: Endpoint, field: str) -> None:
     (response,) = post_all([(endpoint, {**base(endpoint), field: "x"})])
