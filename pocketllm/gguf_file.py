@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField, ReaderTensor
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
 from pocketllm.errors import ConfigurationError
 
@@ -74,15 +75,13 @@ class _CheckedReader(GGUFReader):
         return super()._get(int(offset), dtype, count, override_order)
 
     def _build_fields(self, offs: int, count: int) -> int:
-        if self.byte_order != "I":
-            raise _Malformed("it was written for the other byte order")
         cursor = _Cursor(self.data, offs)
         for _ in range(int(count)):
             start = cursor.offset
             key = cursor.string()
             kind = cursor.kind()
             if key in self.metadata:
-                raise _Malformed(f"the key {key!r} is there twice")
+                raise _Malformed(f"the key {key[:80]!r} is there twice")
             self.metadata[key] = cursor.value(kind)
             if key == "general.alignment":  # the one field that the package reads back
                 value = np.array([self.metadata[key]])
@@ -92,7 +91,7 @@ class _CheckedReader(GGUFReader):
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         # The package multiplies dimensions in wrapping integers and slices with the offset as it stands: refuse what would wrap.
         cursor = _Cursor(self.data, orig_offs)
-        name = cursor.string()
+        name = cursor.string()[:80]
         num_dims = cursor.scalar("I")
         if num_dims > _MAX_DIMS:
             raise _Malformed(f"tensor {name!r} has {num_dims} dimensions, and ggml allows {_MAX_DIMS}")
@@ -183,15 +182,20 @@ def open_gguf(path: Path) -> GGUFFile:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            magic = file.read(4)
+            start = file.read(8)
     except FileNotFoundError:
         raise ConfigurationError(f"{path} does not exist: check the path of the model.", param="model") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} can't be read ({_reason(error)}): check the path and its permissions.", param="model") from None
     if not size:
         raise ConfigurationError(f"{path} is empty: download it again.", param="model")
-    if magic != b"GGUF":
-        raise ConfigurationError(f"{path} is not a GGUF file (it begins with {magic!r}): give a .gguf file, or download it again.", param="model")
+    if start[:4] != b"GGUF":
+        raise ConfigurationError(f"{path} is not a GGUF file (it begins with {start[:4]!r}): give a .gguf file, or download it again.", param="model")
+    version = int.from_bytes(start[4:], "little")
+    if len(start) == 8 and version not in READER_SUPPORTED_VERSIONS:
+        known = " and ".join(map(str, READER_SUPPORTED_VERSIONS))
+        reason = "was written for the other byte order" if version & 0xFFFF == 0 else f"has GGUF version {version}, and PocketLLM reads {known}"
+        raise ConfigurationError(f"{path} {reason}: convert it again, or download it again.", param="model")
     try:
         with np.errstate(over="raise"):
             reader = _CheckedReader(path)

@@ -8,9 +8,6 @@ import sys
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from pocketllm.backends.base import LoadProgress
 from pocketllm.backends.select import explain
 from pocketllm.checkpoint import Checkpoint, open_checkpoint
@@ -33,7 +30,7 @@ def run(model: str | None, model_format: ModelFormat = "auto", as_json: bool = F
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
-        _print_table(facts)
+        _print_facts(facts)
     return 0
 
 
@@ -91,7 +88,7 @@ def _chat_template_state(checkpoint: Checkpoint) -> str:
         return f"not usable: {error.message}"
 
 
-def _print_table(facts: dict[str, Any]) -> None:
+def _print_facts(facts: dict[str, Any]) -> None:
     rows: list[tuple[str, str]] = [
         ("model", facts["name"]),
         ("path", facts["path"]),
@@ -112,12 +109,9 @@ def _print_table(facts: dict[str, Any]) -> None:
     ]
     for plane in facts["planes"]:
         rows.append((f"{plane['backend']} plane", f"{'yes' if plane['runs'] else 'no'}: {plane['reason']}"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
+        print(f"{name:<{width}}  {value}")
 
 
 def _size(count: int) -> str:

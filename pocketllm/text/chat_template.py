@@ -118,17 +118,17 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(self, /, **attributes: Any) -> None:
         for name in attributes:
-            self._check(name)
+            _check_name(name)
         super().__init__(**attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _check(name: str) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"the namespace attribute {name!r} begins with an underscore")
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the namespace attribute {name!r} begins with an underscore")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

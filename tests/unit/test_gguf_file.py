@@ -91,7 +91,7 @@ def test_flipped_header_bytes_raise_nothing_but_a_refusal(write_gguf):
     path = write_gguf(tensors={"w": np.ones((2, 32), np.float32)})
     whole = path.read_bytes()
     generator = random.Random(7)
-    refused = 0
+    messages = []
     for _ in range(1500):
         damaged = bytearray(whole)
         for _ in range(generator.randint(1, 4)):
@@ -100,9 +100,9 @@ def test_flipped_header_bytes_raise_nothing_but_a_refusal(write_gguf):
         try:
             open_gguf(path)
         except ConfigurationError as error:
-            refused += 1
-            assert "\n" not in str(error)
-    assert refused > 100
+            messages.append(str(error))
+    assert len(messages) > 100
+    assert not any("\n" in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""`pocketllm inspect`, and the choice of a plane that it reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pocketllm.backends.select import explain, select_backend
+from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
+from pocketllm.cli.inspect import describe, kv_bytes_per_token, run
+from pocketllm.config import EngineArgs
+from pocketllm.errors import UnsupportedFeatureError
+
+
+def checkpoint_of(tmp_path, architecture="llama", model_format="safetensors", kind="BF16", **config):
+    return Checkpoint(tmp_path, model_format, "m", architecture, config, 64, GenerationDefaults(), (TensorInfo("w", (2, 3), kind, 12, tmp_path),))
+
+
+def test_the_default_model_as_json(default_model, capsys):
+    assert run(str(default_model), as_json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] == 134_515_008
+    assert facts["tensor_types"] == {
+        "Q4_1": {"count": 210, "bytes": 66_355_200},
+        "Q8_0": {"count": 1, "bytes": 30_081_024},
+        "F32": {"count": 61, "bytes": 140_544},
+    }
+    assert facts["kv_bytes_per_token"] == {"float32": 2 * 30 * 3 * 64 * 4, "bfloat16": 2 * 30 * 3 * 64 * 2}
+    assert (facts["tokenizer"], facts["chat_template"], facts["context_length"]) == ("gpt2/smollm, 49152 tokens", "yes", 8192)
+    assert [(plane["backend"], plane["runs"]) for plane in facts["planes"]] == [("torch", True), ("cpp", False)]
+
+
+def test_the_lines_name_everything(default_model, capsys):
+    run(str(default_model))
+    out = capsys.readouterr().out
+    for word in ("SmolLM2-135M-Instruct", "llama", "134,515,008", "Q4_1", "8,192 tokens", "22.5 KiB in bfloat16", "torch plane", "cpp plane"):
+        assert word in out
+
+
+def test_faults_that_do_not_end_the_report(write_gguf, capsys):
+    path = write_gguf(architecture="gemma3", tokenizer__ggml__model="llama", tokenizer__chat_template="{% for %}")
+    assert run(str(path)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not usable" in out
+    assert "'gemma3_text' is not supported" in out
+
+
+def test_inspecting_loads_no_torch(default_model):
+    heavy = "{'torch', 'transformers', 'pocketllm_cpp'}"
+    code = f"import sys\nfrom pocketllm.cli.inspect import run\nrun({str(default_model)!r})\nassert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_kv_of_hybrid_models_counts_full_attention_alone(tmp_path):
+    numbers = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+    assert kv_bytes_per_token(checkpoint_of(tmp_path, **numbers), 2) == 2 * 4 * 2 * 8 * 2
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    assert kv_bytes_per_token(checkpoint_of(tmp_path, layer_types=kinds, **numbers), 2) == 2 * 1 * 2 * 8 * 2
+    assert kv_bytes_per_token(checkpoint_of(tmp_path, full_attention_interval=4, **numbers), 2) == 2 * 1 * 2 * 8 * 2
+    assert kv_bytes_per_token(checkpoint_of(tmp_path), 2) is None
+    assert describe(checkpoint_of(tmp_path, **numbers))["parameters"] == 6
+
+
+def test_verdicts(tmp_path, write_gguf):
+    def torch_of(checkpoint):
+        verdict = explain(checkpoint)[0]
+        return verdict.runs, verdict.reason
+
+    assert torch_of(checkpoint_of(tmp_path))[0]
+    assert torch_of(open_checkpoint(write_gguf()))[0]
+    assert torch_of(checkpoint_of(tmp_path, "qwen9")) == (False, "the architecture 'qwen9' is not supported; supported are llama")
+    assert "the tensor w has the type F8_E4M3" in torch_of(checkpoint_of(tmp_path, kind="F8_E4M3"))[1]
+    assert "quantized with 'gptq'" in torch_of(checkpoint_of(tmp_path, quantization_config={"quant_method": "gptq"}))[1]
+    assert "no weights" in torch_of(open_checkpoint(write_gguf(tensors={})))[1]
+    q4k = Checkpoint(tmp_path, "gguf", "m", "llama", {}, 64, GenerationDefaults(), (TensorInfo("w", (2, 256), "Q4_K", 288, tmp_path),))
+    assert "the tensor w has the type Q4_K" in torch_of(q4k)[1]
+
+
+def test_the_cpp_plane_says_why_not(tmp_path):
+    assert "runs Qwen3.5 safetensors, and this is llama" in explain(checkpoint_of(tmp_path))[1].reason
+    reason = explain(checkpoint_of(tmp_path, "qwen3_5"))[1].reason
+    assert "pocketllm_cpp" in reason or "no adapter" in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"backend": "cpp"}, "backend"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_method": "mtp"}, "speculative_method"),
+        ({"device": "cuda"}, "device"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_an_option_that_no_plane_takes_is_refused_before_torch_loads(tmp_path, options, param):
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        select_backend(EngineArgs(**options), checkpoint_of(tmp_path))
+    assert caught.value.param == param
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_is_named_with_what_is_supported(write_gguf):
+    checkpoint = open_checkpoint(write_gguf(architecture="rwkv9", tensors={"w": np.ones(4, np.float32)}))
+    for backend in ("auto", "torch"):
+        with pytest.raises(UnsupportedFeatureError, match="'rwkv9' is not supported; supported are llama"):
+            select_backend(EngineArgs(backend=backend), checkpoint)

@@ -1,0 +1,153 @@
+"""Tokenizers from a GGUF's vocabulary and from tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pocketllm.checkpoint import open_checkpoint
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.text.tokenizer import load_tokenizer
+
+
+def tokenizer_of(path, override=None):
+    return load_tokenizer(open_checkpoint(path), override)
+
+
+def test_known_ids_of_the_default_model(default_model):
+    tokenizer = tokenizer_of(default_model)
+    ids = [504, 3575, 282, 4649, 314, 7042, 30]
+    assert tokenizer.encode("The capital of France is Paris.", add_special_tokens=True) == ids
+    assert tokenizer.decode([*ids, 2]) == "The capital of France is Paris."
+    assert tokenizer.decode([*ids, 2], skip_special_tokens=False).endswith("<|im_end|>")
+    assert tokenizer.encode("<|im_start|>12", add_special_tokens=False) == [1, 33, 34]
+    assert (tokenizer.vocab_size, tokenizer.kind) == (49152, "gpt2/smollm")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize("text", ["", " ", "héllo\r\n\t 123 …", "🦀🇫🇷 e\u0301", "\0\x7f", "<|im_end|>x"])
+def test_text_survives_a_round_trip(write_gguf, text):
+    for pre in ("smollm", "llama-bpe", "default"):
+        tokenizer = tokenizer_of(write_gguf(tokenizer__ggml__pre=pre))
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
+
+
+def test_qwen2_composes_characters(write_gguf):
+    tokenizer = tokenizer_of(write_gguf(tokenizer__ggml__pre="qwen2"))
+    assert tokenizer.decode(tokenizer.encode("e\u0301", add_special_tokens=False)) == "é"
+
+
+def pieces(tokenizer, text):
+    return [text[start:end] for _, (start, end) in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_each_pre_tokenizer_cuts_as_its_models_were_trained(write_gguf):
+    text = "I'm 12345 x!!\n\nDon't"
+    cut = {pre: pieces(tokenizer_of(write_gguf(tokenizer__ggml__pre=pre)), text) for pre in ("smollm", "qwen2", "llama-bpe", "default")}
+    assert cut["smollm"] == ["I", "'m", " ", "1", "2", "3", "4", "5", " x", "!!", "\n", "\n", "Don", "'t"]
+    assert cut["qwen2"] == ["I", "'m", " ", "1", "2", "3", "4", "5", " x", "!!\n\n", "Don", "'t"]
+    assert cut["llama-bpe"] == ["I", "'m", " ", "123", "45", " x", "!!\n\n", "Don", "'t"]
+    assert cut["default"] == ["I", "'", "m", " ", "123", "45", " x", "!!", "\n", "\n", "Don", "'", "t"]
+
+
+def test_user_defined_tokens_are_added_and_not_special(write_gguf):
+    path = write_gguf(tokenizer__ggml__token_type=[3, 3, 4] + [1] * 259)
+    tokenizer = tokenizer_of(path)
+    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [2]
+    assert tokenizer.decode([2, 1]) == "<|im_end|>"
+    assert not tokenizer.is_special(2)
+    assert tokenizer.is_special(1)
+
+
+def test_bos_and_eos_are_added_where_the_file_asks_for_them(write_gguf):
+    h = tokenizer_of(write_gguf()).encode("h", add_special_tokens=True)
+    assert len(h) == 1
+    both = tokenizer_of(write_gguf(tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True))
+    assert both.encode("h", add_special_tokens=True) == [1, *h, 2]
+    assert both.encode("h", add_special_tokens=False) == h
+    llama = write_gguf(tokenizer__ggml__pre="llama-bpe")
+    assert tokenizer_of(llama).encode("h", add_special_tokens=True) == [1, *h]
+    llama = write_gguf(tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__add_bos_token=False)
+    assert tokenizer_of(llama).encode("h", add_special_tokens=True) == h
+
+
+def test_llama_takes_a_whole_word_before_merging(write_gguf):
+    # "hell" is in the vocabulary, and no merge makes it.
+    ids = {}
+    for pre in ("qwen2", "llama-bpe"):
+        path = write_gguf(tokenizer__ggml__pre=pre, tokenizer__ggml__merges=["h e", "l l"])
+        ids[pre] = tokenizer_of(path).encode("hell", add_special_tokens=False)
+    assert len(ids["qwen2"]) == 2
+    assert len(ids["llama-bpe"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer__ggml__pre": "jais-2"}, "pre-tokenizer 'jais-2'"),
+        ({"tokenizer__ggml__pre": None}, "lacks the key tokenizer.ggml.pre"),
+        ({"tokenizer__ggml__model": None}, "tokenizer.ggml.model is missing"),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges"),
+        ({"tokenizer__ggml__merges": ["a"]}, "a merge of one part"),
+        ({"tokenizer__ggml__merges": ["zz yy"]}, "unusable tokenizer"),
+        ({"tokenizer__ggml__tokens": ["a", "a"], "tokenizer__ggml__token_type": None}, "twice"),
+        ({"tokenizer__ggml__token_type": [1, 1]}, "token_type"),
+        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 9999}, "bos_token_id"),
+        ({"tokenizer__ggml__eos_token_id": 9999}, "eos_token_id"),
+    ],
+)
+def test_an_unusable_vocabulary_is_refused_and_named(write_gguf, changes, words):
+    path = write_gguf(**changes)
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        tokenizer_of(path)
+
+
+def test_another_kind_of_vocabulary_is_unsupported_and_an_override_helps(write_gguf, tmp_path):
+    good = tokenizer_of(write_gguf())
+    (tmp_path / "tokenizer.json").write_text(good.backend.to_str())
+    path = write_gguf(tokenizer__ggml__model="llama")
+    with pytest.raises(UnsupportedFeatureError, match="--tokenizer"):
+        tokenizer_of(path)
+    for override in (tmp_path, tmp_path / "tokenizer.json"):
+        assert tokenizer_of(path, str(override)).encode("hello", add_special_tokens=True) == good.encode("hello", add_special_tokens=True)
+
+
+def test_special_tokens_of_a_directory(write_gguf, tmp_path):
+    path = write_gguf()
+    (tmp_path / "tokenizer.json").write_text(tokenizer_of(path).backend.to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "other", "unk_token": "<unk>"}))
+    tokenizer = tokenizer_of(path, str(tmp_path))
+    assert tokenizer.special_tokens.as_dict() == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def test_missing_and_broken_tokenizer_files(write_gguf, tmp_path):
+    path = write_gguf()
+    with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
+        tokenizer_of(path, str(tmp_path))
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        tokenizer_of(path, str(tmp_path / "nothing"))
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ConfigurationError, match=r"not a valid tokenizer\.json") as caught:
+        tokenizer_of(path, str(tmp_path))
+    assert caught.value.param == "tokenizer"
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigurationError, match=r"not a valid tokenizer\.json"):
+        tokenizer_of(path, str(tmp_path))
+
+
+def test_lone_surrogates_are_refused(write_gguf):
+    tokenizer = tokenizer_of(write_gguf())
+    with pytest.raises(ConfigurationError, match=r"U\+D800 at character 2") as caught:
+        tokenizer.encode("ab\ud800", add_special_tokens=False)
+    assert caught.value.param == "prompt"
+
+
+def test_ids_outside_the_vocabulary_add_nothing(write_gguf):
+    tokenizer = tokenizer_of(write_gguf())
+    h = tokenizer.encode("h", add_special_tokens=False)
+    assert tokenizer.decode([*h, tokenizer.vocab_size, 2**40, -1, *h]) == "hh"
+    assert tokenizer.token(2**40) is None
+    assert not tokenizer.is_special(2**40)
