@@ -77,6 +77,13 @@ def call(method: str, path: str, backend: FakeBackend | None = None, *, headers:
     return asyncio.run(run())
 
 
+async def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until `condition` holds, as long as a busy machine may take."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def chat_body(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **fields}
 

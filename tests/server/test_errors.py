@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import call, chat_body, fake, in_process
+from fake_serving import call, chat_body, eventually, fake, in_process, make_service
 from test_chat import events
 
+from pocketllm.config import ServerArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService
+from pocketllm.server.app import create_app
 
 CHAT = "/v1/chat/completions"
 
@@ -151,9 +153,10 @@ def test_cors_is_off_unless_asked_for() -> None:
 
 def test_full_queue_is_429_with_retry_after() -> None:
     async def run() -> None:
-        async with in_process(fake(tokens_per_second=20), max_queued_requests=1) as client:
+        backend = fake(tokens_per_second=20)
+        async with in_process(backend, max_queued_requests=1) as client:
             first = asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=20)))
-            await asyncio.sleep(0.2)
+            await eventually(lambda: backend.stats().running == 1)
             refused = await client.post(CHAT, json=chat_body())
             assert error_of(refused, 429)["type"] == "rate_limit_error"
             assert int(refused.headers["retry-after"]) >= 1
@@ -168,7 +171,9 @@ def test_loading_is_503_with_progress() -> None:
 
     async def run() -> None:
         async with in_process(fake(load_gate=gate), wait=False) as client:
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(10):
+                while "50%" not in (await client.get("/ready")).json()["detail"]:
+                    await asyncio.sleep(0.01)
             for method, path in (("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("DELETE", "/v1/requests/a")):
                 response = await client.request(method, path, json=chat_body() if method == "POST" else None)
                 assert "weights 1/2 (50%)" in error_of(response, 503)["message"]
@@ -208,18 +213,18 @@ def test_deadline_is_504_and_cancels() -> None:
             payloads = events((await client.post(CHAT, json=chat_body(max_tokens=500, stream=True))).text)
             assert payloads[-1] == "[DONE]"
             assert json.loads(payloads[-2])["error"]["type"] == "timeout_error"
-            await asyncio.sleep(0.2)
-            assert backend.stats().running == 0
+            await eventually(lambda: backend.stats().running == 0)
 
     asyncio.run(run())
 
 
 def test_cancelled_is_499_and_one_event_on_a_stream() -> None:
     async def run() -> None:
-        async with in_process(fake(tokens_per_second=50)) as client:
+        backend = fake(tokens_per_second=50)
+        async with in_process(backend) as client:
             whole = asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=500, request_id="whole")))
             stream = asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=500, request_id="stream", stream=True)))
-            await asyncio.sleep(0.2)
+            await eventually(lambda: backend.stats().running == 2 and backend.stats().generated_tokens > 10)
             for request_id in ("whole", "stream"):
                 deleted = await client.delete(f"/v1/requests/{request_id}")
                 assert deleted.status_code == 200
@@ -237,9 +242,10 @@ def test_cancelled_is_499_and_one_event_on_a_stream() -> None:
 
 def test_duplicate_of_an_active_id_is_400_and_leaves_the_first_alone() -> None:
     async def run() -> None:
-        async with in_process(fake(tokens_per_second=50)) as client:
+        backend = fake(tokens_per_second=20)
+        async with in_process(backend) as client:
             first = asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=20, request_id="a")))
-            await asyncio.sleep(0.1)
+            await eventually(lambda: backend.stats().running == 1)
             assert error_of(await client.post(CHAT, json=chat_body(request_id="a")), 400)["param"] == "request_id"
             assert (await first).json()["usage"]["completion_tokens"] == 20
             assert (await client.post(CHAT, json=chat_body(request_id="a"))).status_code == 200
@@ -263,7 +269,7 @@ def test_failing_request_is_500_and_one_event_on_a_stream() -> None:
 
 def test_dead_engine_fails_all_and_refuses_more() -> None:
     async def run() -> None:
-        async with in_process(fake(die_after=3, tokens_per_second=100)) as client:
+        async with in_process(fake(die_after=3, tokens_per_second=20)) as client:
             answers = await asyncio.gather(*(client.post(CHAT, json=chat_body(max_tokens=50)) for _ in range(6)))
             for answer in answers:
                 error_of(answer, 503)
@@ -283,3 +289,33 @@ def test_fault_of_the_program_is_500_without_its_text(monkeypatch: pytest.Monkey
     assert error_of(response, 500)["type"] == "server_error"
     assert "secret" not in response.text
     assert "a secret of the program" in caplog.text
+
+
+def test_disconnect_while_a_chunk_is_being_sent_cancels() -> None:
+    """A client that stopped reading: the server hangs in `send`, not in the wait for a token, when the connection ends."""
+    backend = fake(tokens_per_second=50)
+    app = create_app(ServerArgs(), lambda progress: make_service(backend, progress))
+    blocked, received = asyncio.Event(), 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal received
+        received += 1
+        if received == 1:
+            return {"type": "http.request", "body": json.dumps(chat_body(max_tokens=900, stream=True)).encode(), "more_body": False}
+        await blocked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if b"content" in message.get("body", b"") and b"assistant" not in message["body"]:
+            blocked.set()
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(app.state.server.loaded.wait(), 10)
+            scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"", "headers": [], "http_version": "1.1"}
+            await asyncio.wait_for(app(scope, receive, send), 10)
+            await eventually(lambda: backend.stats().running == 0)
+            assert 'pocketllm_requests_total{outcome="cancelled"} 1.0' in app.state.server.metrics.render().decode()
+
+    asyncio.run(run())

@@ -53,6 +53,13 @@ class Process:
         return code
 
 
+def wait_until_running(url: str, count: int) -> None:
+    end = time.monotonic() + 10
+    while httpx.get(f"{url}/health").json()["running"] < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def start() -> Iterator[Any]:
     running: list[Process] = []
@@ -97,7 +104,7 @@ def test_sigterm_lets_a_running_request_finish(start: Any) -> None:
     answers: list[httpx.Response] = []
     client = threading.Thread(target=lambda: answers.append(httpx.post(url + CHAT, json=chat_body(max_tokens=20), timeout=20)))
     client.start()
-    time.sleep(0.4)
+    wait_until_running(url, 1)
     process.process.send_signal(signal.SIGTERM)
     client.join()
     assert answers[0].json()["usage"]["completion_tokens"] == 20
@@ -115,7 +122,7 @@ def test_sigterm_cancels_what_runs_past_the_limit(start: Any) -> None:
     clients = [threading.Thread(target=post, args=("whole",)), threading.Thread(target=post, args=("stream",), kwargs={"stream": True})]
     for client in clients:
         client.start()
-    time.sleep(0.5)
+    wait_until_running(url, 2)
     began = time.monotonic()
     process.process.send_signal(signal.SIGTERM)
     for client in clients:

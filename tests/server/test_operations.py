@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_serving import call, chat_body, fake, in_process
+from fake_serving import call, chat_body, eventually, fake, in_process
 from prometheus_client.parser import text_string_to_metric_families
 
 CHAT = "/v1/chat/completions"
@@ -82,9 +82,10 @@ def test_metrics_count_what_happened() -> None:
 
 def test_gauges_show_running_and_waiting() -> None:
     async def run() -> dict[str, float]:
-        async with in_process(fake(max_slots=2, tokens_per_second=50)) as client:
-            tasks = [asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=20))) for _ in range(3)]
-            await asyncio.sleep(0.2)
+        backend = fake(max_slots=2, tokens_per_second=50)
+        async with in_process(backend) as client:
+            tasks = [asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=40))) for _ in range(3)]
+            await eventually(lambda: backend.stats().running == 2 and backend.stats().waiting == 1)
             found = samples((await client.get("/metrics")).text)
             await asyncio.gather(*tasks)
             return found

@@ -7,6 +7,8 @@ import dataclasses
 import io
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -260,7 +262,8 @@ def test_settings_know_their_names() -> None:
 
 
 TALK = """
-import sys
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C on the terminal is a signal to this process
 sys.path[:0] = [{root!r}, {tests!r}]
 from fake_serving import fake, make_service
 from pocketllm.generation import GenerationService
@@ -271,36 +274,35 @@ sys.exit(main(["chat", "--temperature", "0", "--max-tokens", "400"]))
 
 
 def test_chat_on_a_terminal() -> None:
-    import pty
-
     code = TALK.format(root=str(ROOT), tests=str(ROOT / "tests"))
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(sys.executable, [sys.executable, "-c", code])
-    seen = b""
+    terminal, inner = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+    os.close(inner)
+    seen = ""
 
-    def wait_for(text: bytes, count: int = 1) -> None:
+    def wait_for(pattern: str) -> None:
+        """Read until `pattern` shows up in what has not been waited for yet."""
         nonlocal seen
-        while seen.count(text) < count:
-            try:
-                more = os.read(terminal, 10_000)
-            except OSError:
-                more = b""
-            assert more, seen
-            seen += more
+        while not (match := re.search(pattern, seen)):
+            seen += os.read(terminal, 10_000).decode()
+        seen = seen[match.end() :]
 
-    wait_for(b"> ")
-    assert b"/help lists the commands" in seen
-    os.write(terminal, b"Hi\n")
-    wait_for(b"Hi\r\n")
-    time.sleep(0.3)
-    os.write(terminal, b"\x03")  # stops the answer
-    wait_for(b"(stopped)")
-    wait_for(b"> ", 2)
-    os.write(terminal, b"\x03")  # at the prompt: no answer to stop, and no reason to leave
-    wait_for(b"Ctrl-D or /quit leaves.")
-    os.write(terminal, b"/set max_tokens 3\nHi\n")
-    wait_for(b"(3 tokens, ")
-    os.write(terminal, b"\x04")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(terminal)
+    try:
+        wait_for("/help lists the commands")
+        wait_for("> ")
+        os.write(terminal, b"Hi\n")
+        wait_for("Hi\r\n[a-z]{3}")
+        os.write(terminal, b"\x03")  # stops the answer
+        wait_for(r"\(stopped\)")
+        wait_for("> ")
+        os.write(terminal, b"\x03")  # at the prompt: no answer to stop, and no reason to leave
+        wait_for("Ctrl-D or /quit leaves.")
+        os.write(terminal, b"/set max_tokens 3\nHi\n")
+        wait_for(r"\(3 tokens, ")
+        wait_for("> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

@@ -152,7 +152,7 @@ def test_failing_row_is_the_only_one_that_fails(open_service: Open) -> None:
 
 
 def test_dead_engine_fails_all_and_refuses_more(open_service: Open) -> None:
-    service = open_service(die_after=4, max_slots=1)
+    service = open_service(die_after=4, max_slots=1, tokens_per_second=20)
     streams = [service.stream(request(request_id=str(index))) for index in range(3)]
     for stream in streams:
         with pytest.raises(BackendUnavailableError):
