@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_serving import fake, make_service
 
@@ -259,6 +260,37 @@ def test_settings_know_their_names() -> None:
     with pytest.raises(ConfigurationError):
         conversation.set("temperature", "-1")
     assert conversation.settings["temperature"] == 0.5
+
+
+SERVE = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from fake_serving import fake, make_service
+from pocketllm.generation import GenerationService
+GenerationService.open = lambda args, progress=None: make_service(fake(context_length=args.max_model_len), progress)
+from pocketllm.cli.main import main
+sys.exit(main(["serve", "--port", "0", "--max-model-len", "77"]))
+"""
+
+
+def test_serve_shows_how_far_it_is_and_uses_the_flags() -> None:
+    code = SERVE.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if match := re.search(r"ready at (http\S+)", line):
+                break
+        assert httpx.get(f"{match[1]}/health").json()["max_model_len"] == 77
+        assert "pocketllm: loading  50%  weights 1/2\n" in lines
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 TALK = """
