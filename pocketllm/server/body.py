@@ -48,7 +48,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(limit)
     parts: list[bytes] = []
     size = 0

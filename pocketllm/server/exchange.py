@@ -113,6 +113,8 @@ class _Exchange:
             outcome = self._reason
         except PocketLLMError as error:
             outcome = _outcome(error)
+            if error.status_code == 500:
+                logger.error("Request %s failed", self._id, exc_info=error)
             yield sse(error_of(error))
         except Exception:
             logger.exception("Request %s failed", self._id)

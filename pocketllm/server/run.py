@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 
-from pocketllm.backends.base import LoadProgress, ProgressCallback
 from pocketllm.config import ServerArgs
 from pocketllm.errors import ConfigurationError, PocketLLMError
 from pocketllm.server.app import create_app
@@ -37,7 +36,7 @@ def serve(args: ServerArgs, load: Load) -> int:
     """
     listener = bind(args.host, args.port)
     say(f"Listening on {url_of(listener)} while the model loads")
-    app = create_app(args, lambda progress: load(_shown(progress)))
+    app = create_app(args, load)
     server = _Server(app, args, listener)
     server.run(sockets=[listener])
     error = server.state.load_error
@@ -83,20 +82,6 @@ def url_of(listener: socket.socket) -> str:
 def say(line: str) -> None:
     """One line for the person at the terminal."""
     print(f"pocketllm: {line}", file=sys.stderr, flush=True)
-
-
-def _shown(progress: ProgressCallback) -> ProgressCallback:
-    """`progress`, with each new message on a line of its own."""
-    last = ""
-
-    def report(now: LoadProgress) -> None:
-        nonlocal last
-        progress(now)
-        if now.message != last:
-            last = now.message
-            say(f"{now.fraction:4.0%} {now.message}")
-
-    return report
 
 
 class _Server(uvicorn.Server):
