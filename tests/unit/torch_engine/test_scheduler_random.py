@@ -35,7 +35,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arriving=arrivals(),
     block_size=st.integers(1, 5),
