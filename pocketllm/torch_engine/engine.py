@@ -149,7 +149,7 @@ class Engine:
     def _fail_rows(self, rows: list[Row]) -> None:
         for row in rows:
             self._scheduler.remove(row)
-            error = PocketLLMError("The model computed logits that are not finite, so no token can be drawn from them.")
+            error = PocketLLMError("The model computed values that are not finite, so no token can be drawn from them.")
             self._emit(StepOutput(row.request.request_id, (), row.num_generated, "error", error=error))
 
     def _publish(self, update: RowUpdate) -> None:
