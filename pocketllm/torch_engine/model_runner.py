@@ -55,4 +55,4 @@ class ModelRunner:
         self.cache.clear(batch.slot_mapping[broken])
         counts = torch.tensor([scheduled.num_tokens for scheduled in batch.rows])
         rows = torch.arange(len(batch.rows)).repeat_interleave(counts)  # [num_tokens]
-        return [batch.rows[row] for row in rows[broken].unique().tolist()]
+        return [batch.rows[row] for row in sorted(set(rows[broken].tolist()))]
