@@ -207,6 +207,16 @@ def test_several_preempted_rows_come_back_in_their_order() -> None:
     assert driver.answers == {row.request.request_id: alone(row.request) for row in rows}
 
 
+def test_a_preempted_row_does_not_come_back_in_the_same_step() -> None:
+    # Both computed the same prompt, so the younger could share the older one's blocks at once: it waits for the next step all the same.
+    driver = Driver(num_blocks=4, block_size=2)
+    driver.add(request("a1", [5] * 4, 3), request("a2", [5] * 4, 2))
+    driver.step()
+    assert driver.step() == [("a1", 1)]
+    assert driver.step() == [("a1", 1), ("a2", 1)]
+    assert driver.scheduler.num_preemptions == 1
+
+
 def test_the_oldest_row_always_advances() -> None:
     driver = Driver(num_blocks=5, block_size=2)
     driver.add(request("a", 3, 7), request("b", 3, 7), request("c", 3, 7))
