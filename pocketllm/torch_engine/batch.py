@@ -32,6 +32,7 @@ class Batch:
     """The tokens of one step: first one a row of the rows that decode, then those of each row that prefills.
 
     Args:
+        rows: the scheduled rows in the order of their tokens.
         token_ids, positions, slot_mapping: [num_tokens] int64.
         num_decode: rows that compute one token.
         decode_blocks: blocks of those rows, padded to equally many, [num_decode * blocks a row] int64; or one row's run.
@@ -42,6 +43,7 @@ class Batch:
         sampling: the scheduled rows that those belong to.
     """
 
+    rows: list[ScheduledRow]
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -80,6 +82,7 @@ def build_batch(step: Sequence[ScheduledRow], block_size: int, mask_dtype: torch
     lengths = [scheduled.row.num_computed_tokens + 1 for scheduled in decoding]
     decode_blocks, decode_mask = _decode_rows([scheduled.row.block_table for scheduled in decoding], lengths, block_size, mask_dtype)
     return Batch(
+        ordered,
         torch.tensor(token_ids),
         torch.tensor(positions),
         torch.tensor(slots),

@@ -39,7 +39,9 @@ class Engine:
         """Queue a request. Raises as Backend.submit does."""
         with self._wake:
             if self._health.state != "ready" or self._closing:
-                raise BackendUnavailableError(f"The engine is {self._health.state}: {self._health.detail or 'it takes no more requests'}.")
+                state = "closing" if self._health.state == "ready" else self._health.state
+                raise BackendUnavailableError(f"The engine is {state}: {self._health.detail or 'it takes no more requests'}.")
+            self._check_terms(request)
             if request.request_id in self._active:
                 raise ConfigurationError(
                     f'"request_id" = {request.request_id!r} belongs to a request that is still active: send another id, or leave it out.', param="request_id"
@@ -85,18 +87,33 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _check_terms(self, request: EngineRequest) -> None:
+        """Refuse what would fail in a step, and take every row with it, or wait for blocks for ever."""
+        pool, prompt_tokens = self._scheduler.pool, len(request.prompt_token_ids)
+        if not prompt_tokens:
+            raise ConfigurationError('"prompt" is empty: send at least one token id.', param="prompt")
+        if request.max_tokens < 1:
+            raise ConfigurationError(f'"max_tokens" = {request.max_tokens} is not valid: send a whole number of at least 1.', param="max_tokens")
+        if prompt_tokens + request.max_tokens > pool.num_blocks * pool.block_size:
+            raise ConfigurationError(
+                f'"max_tokens" = {request.max_tokens} after a prompt of {prompt_tokens} tokens is more than the {pool.num_blocks * pool.block_size} tokens '
+                "of the KV cache: send less, or start the engine with a larger kv_cache_memory.",
+                param="max_tokens",
+            )
+
     def _run(self) -> None:
         try:
             while self._await_work():
                 step = self._scheduler.schedule()
                 if step:
                     sampled = self._runner.execute(step)
-                    self._fail_rows([step[place].row for place, token_id in sampled.items() if token_id is None])
-                    healthy = [(scheduled, sampled.get(place)) for place, scheduled in enumerate(step) if sampled.get(place, 0) is not None]
-                    ids = [token_id for _, token_id in healthy if token_id is not None]
-                    for update in self._scheduler.update([scheduled for scheduled, _ in healthy], ids):
+                    failed = {place for place, token_id in sampled.items() if token_id is None}
+                    self._fail_rows([step[place].row for place in sorted(failed)])
+                    computed = [scheduled for place, scheduled in enumerate(step) if place not in failed]
+                    ids = [token_id for place in range(len(step)) if (token_id := sampled.get(place)) is not None]
+                    for update in self._scheduler.update(computed, ids):
                         self._publish(update)
-        except Exception as error:
+        except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
             logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
         else:
@@ -132,7 +149,7 @@ class Engine:
     def _fail_rows(self, rows: list[Row]) -> None:
         for row in rows:
             self._scheduler.remove(row)
-            error = PocketLLMError("The model computed logits that are not finite, so no token can be drawn from them.")
+            error = PocketLLMError("The model computed values that are not finite, so no token can be drawn from them.")
             self._emit(StepOutput(row.request.request_id, (), row.num_generated, "error", error=error))
 
     def _publish(self, update: RowUpdate) -> None:
@@ -156,12 +173,14 @@ class Engine:
 
     def _stop(self, health: Health, error: BaseException | None) -> None:
         """End every request and refuse new ones."""
+        for row in list(self._scheduler.rows()):
+            self._scheduler.remove(row)
         with self._wake:
             self._health = health
             request_ids = list(self._active)
         for request_id in request_ids:
-            row = self._active[request_id]
-            generated = 0 if row is None else row.num_generated
+            active = self._active[request_id]
+            generated = 0 if active is None else active.num_generated
             if error is None:
                 self._emit(StepOutput(request_id, (), generated, "cancelled"))
             else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from pocketllm.torch_engine.batch import build_batch
+from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.sampler import sample
@@ -32,14 +33,26 @@ class ModelRunner:
         """Compute one step.
 
         Returns:
-            The sampled id of each row that samples, by the row's place in `step`; None where its logits were not finite.
+            By place in `step`: the sampled id of each row that samples, and None for each row whose values were not finite, sampling or not.
         """
         batch = build_batch(step, self.block_size, self.cache.dtype)
         hidden = self.model.forward(batch, self.cache)
-        if not batch.sampling:
-            return {}
-        logits = self.model.logits(hidden[batch.sample_index])
-        requests = [scheduled.row.request for scheduled in batch.sampling]
-        ids = sample(logits, requests, [scheduled.row.num_generated for scheduled in batch.sampling])
         places = {id(scheduled): place for place, scheduled in enumerate(step)}
-        return {places[id(scheduled)]: token_id for scheduled, token_id in zip(batch.sampling, ids, strict=True)}
+        sampled: dict[int, int | None] = {}
+        if batch.sampling:
+            logits = self.model.logits(hidden[batch.sample_index])
+            requests = [scheduled.row.request for scheduled in batch.sampling]
+            ids = sample(logits, requests, [scheduled.row.num_generated for scheduled in batch.sampling])
+            sampled = {places[id(scheduled)]: token_id for scheduled, token_id in zip(batch.sampling, ids, strict=True)}
+        if not math.isfinite(float(hidden.sum())):
+            for scheduled in self._clear_broken(batch, hidden):
+                sampled[places[id(scheduled)]] = None
+        return sampled
+
+    def _clear_broken(self, batch: Batch, hidden: torch.Tensor) -> list[ScheduledRow]:
+        """Rows with a token in `hidden` [num_tokens, hidden_size] that is not finite. What those tokens left in the cache is zeroed."""
+        broken = ~torch.isfinite(hidden).all(dim=-1)  # [num_tokens]
+        self.cache.clear(batch.slot_mapping[broken])
+        counts = torch.tensor([scheduled.num_tokens for scheduled in batch.rows])
+        rows = torch.arange(len(batch.rows)).repeat_interleave(counts)  # [num_tokens]
+        return [batch.rows[row] for row in sorted(set(rows[broken].tolist()))]

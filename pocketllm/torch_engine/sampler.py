@@ -34,14 +34,17 @@ def sample(logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Seque
     for row, request in enumerate(requests):
         if not finite[row]:
             ids[row] = None
-        elif request.temperature > 0:
-            ids[row] = _draw(logits[row], request, uniform(request.seed, draws[row]))
+        elif request.temperature > 0 and request.top_k != 1:  # which of two equal logits topk takes is not defined: here it is the first
+            ids[row] = _draw(logits[row].double() - best[row], request, uniform(request.seed, draws[row]))
     return ids
 
 
 def _draw(logits: torch.Tensor, request: EngineRequest, u: float) -> int:
-    """Inverse-CDF draw at `u` from one row [vocab_size]: temperature, then top-k, then top-p over what top-k left."""
-    scaled = logits.double() / request.temperature
+    """Inverse-CDF draw at `u` from one row [vocab_size] float64: temperature, then top-k, then top-p over what top-k left.
+
+    The largest logit is 0, so that the smallest temperature does not overflow.
+    """
+    scaled = logits / request.temperature
     vocab_size = scaled.shape[0]
     if 0 < request.top_k < vocab_size:
         values, ids = scaled.topk(request.top_k)

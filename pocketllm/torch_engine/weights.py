@@ -97,7 +97,7 @@ class Weights:
         """
         if self._left:
             name, more = min(self._left), len(self._left) - 1
-            others = f" and {more} more tensors" if more else ""
+            others = f" and {more} more tensor{'s' if more > 1 else ''}" if more else ""
             raise ConfigurationError(
                 f"{self._checkpoint.path} holds the tensor {name}{others}, which a {self._checkpoint.architecture} model has no place for: "
                 "the file is of another architecture than it says.",

@@ -36,6 +36,11 @@ class KVCache:
         self._keys[layer].index_copy_(0, slot_mapping, keys)
         self._values[layer].index_copy_(0, slot_mapping, values)
 
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero `slots` [num_slots] int64 in every layer, for values that are not finite: even a masked NaN spoils the row that takes its block next."""
+        for layer in self._slots:
+            layer.index_fill_(0, slots, 0)
+
     def read(self, layer: int, blocks: torch.Tensor | slice, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `num_rows` rows, each [num_rows, num_kv_heads, num_slots a row, head_dim].
 

@@ -1,0 +1,76 @@
+"""Replays a JSON scheduler trace; tests/traces/README.md describes the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pocketllm.backends.base import EngineRequest
+from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.scheduler import Row, Scheduler
+
+_KEYS = {"description", "options", "requests", "steps"}
+_REQUEST_KEYS = {"prompt_token_ids", "max_tokens", "eos_token_ids", "draws", "cached_tokens"}
+_STEP_KEYS = {"add", "cancel", "rows", "preempted", "finished", "blocks_used"}
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The trace in `path`. Raises ValueError where a key is missing or unknown: a misspelt expectation would never be checked."""
+    trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    _check_keys(path, trace, _KEYS)
+    for request in trace["requests"].values():
+        _check_keys(path, request, _REQUEST_KEYS)
+    for step in trace["steps"]:
+        _check_keys(path, step, _STEP_KEYS)
+    return trace
+
+
+def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
+    """Run the arrivals and cancels of `trace`.
+
+    Returns:
+        Its steps as they came out, in the trace's own form, and each request's cached tokens.
+    """
+    options = dict(trace["options"])
+    pool = BlockPool(options.pop("num_blocks"), options.pop("block_size"), enable_prefix_caching=options.pop("enable_prefix_caching"))
+    scheduler = Scheduler(pool, **options)
+    rows: dict[str, Row] = {}
+    observed = []
+    for step in trace["steps"]:
+        for name in step["add"]:
+            rows[name] = scheduler.add(_request(name, trace["requests"][name]))
+        for name in step["cancel"]:
+            scheduler.remove(rows[name])
+        running = list(scheduler.running)
+        scheduled = scheduler.schedule()
+        scheduler.check_integrity()
+        preempted = [_name(row) for row in reversed(running) if row in scheduler.waiting]
+        counts = [[_name(one.row), one.num_tokens] for one in scheduled]
+        sampling = [one.row for one in scheduled if one.samples]
+        updates = scheduler.update(scheduled, [trace["requests"][_name(row)]["draws"][row.num_generated] for row in sampling])
+        scheduler.check_integrity()
+        observed.append(
+            {
+                "add": step["add"],
+                "cancel": step["cancel"],
+                "rows": counts,
+                "preempted": preempted,
+                "finished": [[_name(update.row), update.finish_reason] for update in updates if update.finish_reason is not None],
+                "blocks_used": pool.num_used,
+            }
+        )
+    return observed, {name: row.cached_tokens for name, row in rows.items()}
+
+
+def _request(name: str, given: dict[str, Any]) -> EngineRequest:
+    return EngineRequest(name, tuple(given["prompt_token_ids"]), given["max_tokens"], eos_token_ids=frozenset(given["eos_token_ids"]))
+
+
+def _name(row: Row) -> str:
+    return row.request.request_id
+
+
+def _check_keys(path: Path, given: dict[str, Any], wanted: set[str]) -> None:
+    if given.keys() != wanted:
+        raise ValueError(f"{path.name}: the keys {sorted(given.keys() ^ wanted)} are missing or unknown")
