@@ -66,7 +66,7 @@ def slug(hardware: dict[str, Any]) -> str:
 def describe_code() -> dict[str, Any]:
     """Commit of this tree (with "-dirty" when files differ from it) and versions of what was measured."""
     return {
-        "commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "not a git checkout",
+        "commit": _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "not a git checkout",
         "python": sys.version.split()[0],
         "pocketllm": pocketllm.__version__,
         **{name: metadata.version(name) for name in ("torch", "numpy", "gguf", "tokenizers")},

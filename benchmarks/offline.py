@@ -26,7 +26,7 @@ from peers import LlamaCpp, PeerError, Workload
 from pocketllm import LLM, EngineArgs, PocketLLMError, SamplingParams
 from pocketllm.hub import resolve_model
 
-_DRAWS = 4
+_DRAWS = 6
 _MEASURES = {
     "prefill": "prefill {0.prefill}",
     "decode": "decode {0.decode}",
@@ -115,9 +115,8 @@ class Ours:
         return self._random.choices(self._ids, k=length)
 
     def _repeating(self, length: int) -> list[int]:
-        """A fresh pattern, repeated: a model goes on with it rather than ending its answer."""
-        pattern = self._fresh(8)
-        return [pattern[index % len(pattern)] for index in range(length)]
+        """One fresh id, repeated: a model mostly goes on with it rather than ending its answer."""
+        return self._fresh(1) * length
 
 
 def main() -> int:
@@ -130,8 +129,6 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import torch
-
     workload, threads, rounds = Workload(), options.threads, options.rounds
     hardware = describe_hardware()
     output = options.output or ROOT / "benchmarks" / "results" / slug(hardware) / "offline.json"
@@ -142,8 +139,8 @@ def _run(options: argparse.Namespace) -> int:
         print("offline: no peer: run scripts/build_llama_cpp.sh first, or pass --peer PATH/llama-bench. Measuring PocketLLM alone.", file=sys.stderr)
     limits = [measure_limits(threads)]
 
-    torch.set_num_threads(threads)
-    ours = Ours(EngineArgs(**{"model": str(model), "max_batch_size": workload.batch, **options.engine_args}), workload, options.seed)
+    args = {"model": str(model), "max_batch_size": workload.batch, "backend_options": {"num_threads": threads}, **options.engine_args}
+    ours = Ours(EngineArgs(**args), workload, options.seed)
     samples: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     try:
         ours.measure()  # warm-up; the peer's programs have their own
@@ -168,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
         "code": describe_code(),
         "hardware": hardware,
         "model": {"file": model.name, "bytes": model.stat().st_size, **costs},
-        "settings": {"rounds": rounds, "threads": threads, "seed": options.seed, **dataclasses.asdict(workload)},
+        "settings": {"rounds": rounds, "threads": threads, "engine_args": _plain(options.engine_args), "seed": options.seed, **dataclasses.asdict(workload)},
         "limits": best,
         "pocketllm": {
             "load_seconds": ours.load_seconds,
@@ -216,12 +213,14 @@ def _table(report: dict[str, Any], workload: Workload) -> str:
         ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
         limit, share = (f"{row['limit']:,.0f}", f"{row['share_of_limit']:.0%}") if row["limit"] else ("-", "-")
         lines.append(f"| {title.format(workload)} | {_range(row['ours'])} | {_range(row['peer'])} | {ratio} | {limit} | {share} |")
+    details = report["pocketllm"]["capabilities"]["details"]
     ours, limits, model = report["pocketllm"], report["limits"], report["model"]
     lines += [
         f"| peak memory, MiB | {_mib(ours['peak_rss_bytes'])} | {_mib(peer['peak_rss_bytes'] if peer else None)} | | | |",
         "",
         f"{report['hardware']['cpu']}, {report['settings']['threads']} threads, {model['file']}, {report['settings']['rounds']} alternating rounds, "
-        f"commit {report['code']['commit'][:12]}. Loading took {ours['load_seconds']:.1f} s and is not counted.",
+        f"commit {report['code']['commit']}. Loading took {ours['load_seconds']:.1f} s and is not counted.",
+        f"PocketLLM keeps {details['weight_bytes'] / 1e6:.1f} MB of weights in memory, computing in {details['compute_dtype']}.",
         f"Limits of this run: memory reads {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, a token reads {model['file_bytes_per_token'] / 1e6:.1f} MB of the file;"
         f" bf16 GEMM {limits['bf16_flops_per_s'] / 1e12:.2f} TFLOP/s, a prompt token takes {model['prefill_flops_per_token'] / 1e9:.3f} GFLOP.",
     ]
