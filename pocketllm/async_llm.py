@@ -64,9 +64,7 @@ class AsyncLLM:
             for stream in streams:
                 await stream.aclose()
 
-    def generate_stream(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncTokenStream:
+    def generate_stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str | None = None) -> AsyncTokenStream:
         """As LLM.generate_stream, as an async iterator."""
         return self._service.stream_async(build_request(prompt, sampling_params, request_id))
 
@@ -84,7 +82,9 @@ class AsyncLLM:
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
-        return self._service.stream_async(build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, **options))
+        return self._service.stream_async(
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+        )
 
     async def cancel(self, request_id: str) -> bool:
         """As LLM.cancel."""

@@ -98,7 +98,7 @@ class ServerArgs:
     served_model_name: str | None = _option(None, "model id in responses and /v1/models [derived from the checkpoint]")
     allow_origin: str | None = _option(None, "origin that browsers may call from (CORS), or *")
     default_max_tokens: int | None = _option(None, "budget of chat requests that send no max_tokens [until EOS or a full context]", minimum=1)
-    request_timeout: float = _option(900.0, "seconds until a request is ended with 504", minimum=0)
+    request_timeout: float = _option(900.0, "seconds until a request is ended with 504; 0 is off", minimum=0)
     shutdown_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0)
     max_queued_requests: int = _option(256, "requests in the engine before new ones get 429", minimum=1)
     max_body_bytes: int = _option(8 * 2**20, "largest request body, in bytes", minimum=1024)

@@ -27,7 +27,6 @@ from pocketllm.text.chat_template import ChatTemplate, load_chat_template
 from pocketllm.text.detokenizer import Detokenizer
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 
-
 T = TypeVar("T")
 
 

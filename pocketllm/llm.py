@@ -81,7 +81,9 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
-        return self._service.stream(build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, **options))
+        return self._service.stream(
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+        )
 
     def cancel(self, request_id: str) -> bool:
         """End an active request at the next step boundary, from any thread. False if it is not active."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from pocketllm.torch_engine.engine import Engine
+    from pocketllm.torch_engine.model_runner import ModelRunner
+    from pocketllm.torch_engine.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 _OPTIONS = ("num_threads",)
@@ -47,10 +50,16 @@ class TorchBackend(Backend):
 
     def load(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))
+        from pocketllm.torch_engine.engine import Engine
+
+        self._engine = Engine(lambda: self._build(progress))
+        progress(LoadProgress(1.0, "ready"))
+
+    def _build(self, progress: ProgressCallback) -> tuple[Scheduler, ModelRunner]:
+        """Load the weights and make room for the KV cache, on the engine's thread."""
         import torch
 
         from pocketllm.torch_engine.block_pool import BlockPool
-        from pocketllm.torch_engine.engine import Engine
         from pocketllm.torch_engine.layers.attention import KVCache
         from pocketllm.torch_engine.model_runner import ModelRunner
         from pocketllm.torch_engine.models.llama import Llama
@@ -61,24 +70,17 @@ class TorchBackend(Backend):
         dtype = _compute_dtype(args.dtype)
         kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
         num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
-        bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize
-        num_blocks = self._num_blocks(bytes_per_token)
+        num_blocks = self._num_blocks(2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize)
+
+        def on_layer(done: int) -> None:
+            progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
+
         with torch.inference_mode():
-            model = Llama(
-                self._checkpoint,
-                dtype,
-                self._context_length,
-                lambda done: progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}")),
-            )
+            model = Llama(self._checkpoint, dtype, self._context_length, on_layer)
             cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
-        scheduler = Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens)
-        self._capabilities = Capabilities(
-            "torch",
-            "cpu",
-            args.max_batch_size,
-            self._context_length,
-            int(config["vocab_size"]),
+        self._capabilities = replace(
+            self._capabilities,
             chunked_prefill=args.prefill_chunk_tokens > 0,
             prefix_caching=args.enable_prefix_caching,
             details={
@@ -91,12 +93,14 @@ class TorchBackend(Backend):
                 "num_threads": self._num_threads,
             },
         )
-        self._engine = Engine(scheduler, ModelRunner(model, cache, BLOCK_SIZE))
-        progress(LoadProgress(1.0, "ready"))
+        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE)
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None:
             raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
+        vocab_size = self._capabilities.vocab_size
+        if request.prompt_token_ids and not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
+            raise ConfigurationError(f'"prompt" holds an id that is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt")
         self._engine.submit(request, on_step)
 
     def cancel(self, request_id: str) -> bool:
@@ -127,9 +131,9 @@ class TorchBackend(Backend):
             wanted = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
             remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
         if wanted < per_row:
+            needed, allowed = per_row * block_bytes / 2**20, wanted * block_bytes / 2**20
             raise ConfigurationError(
-                f"A context of {self._context_length} tokens needs {per_row * block_bytes / 2**20:.0f} MiB of KV cache and {wanted * block_bytes / 2**20:.0f} MiB "
-                f"may be used: {remedy}.",
+                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used: {remedy}.",
                 param="kv_cache_memory",
             )
         return wanted
@@ -139,7 +143,9 @@ def _num_threads(args: EngineArgs) -> int:
     options: dict[str, Any] = dict(args.backend_options)
     for name in options:
         if name not in _OPTIONS:
-            raise ConfigurationError(f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options")
+            raise ConfigurationError(
+                f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options"
+            )
     count = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigurationError(f'"num_threads" = {count!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")

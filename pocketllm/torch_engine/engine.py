@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from pocketllm.backends.base import EngineRequest, EngineStats, Health, StepCallback, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError
@@ -20,11 +21,17 @@ class Engine:
 
     `submit`, `cancel`, `health` and `stats` may be called from any thread: they hand over to the loop or read what it left.
     A row whose logits or whose listener fail ends alone; an exception in a step ends every row, and the engine is dead.
+
+    Args:
+        build: makes the scheduler and the runner. It runs on the engine's thread, so that this is the only thread on which
+            torch computes: each computing thread has its own OpenMP team, and teams that together outnumber the cores stop spinning
+            and sleep at every operator, which halves the speed of decoding.
+
+    Raises:
+        What `build` raises.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
+    def __init__(self, build: Callable[[], tuple[Scheduler, ModelRunner]]) -> None:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
         self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
@@ -32,8 +39,10 @@ class Engine:
         self._health = Health("ready")
         self._closing = False
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
-        self._thread = threading.Thread(target=self._run, name="pocketllm-engine", daemon=True)
+        built: Future[tuple[Scheduler, ModelRunner]] = Future()
+        self._thread = threading.Thread(target=self._main, args=(build, built), name="pocketllm-engine", daemon=True)
         self._thread.start()
+        self._scheduler, self._runner = built.result()
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         """Queue a request. Raises as Backend.submit does."""
@@ -100,6 +109,15 @@ class Engine:
                 "of the KV cache: send less, or start the engine with a larger kv_cache_memory.",
                 param="max_tokens",
             )
+
+    def _main(self, build: Callable[[], tuple[Scheduler, ModelRunner]], built: Future[tuple[Scheduler, ModelRunner]]) -> None:
+        try:
+            self._scheduler, self._runner = build()
+        except BaseException as error:  # the constructor raises it
+            built.set_exception(error)
+        else:
+            built.set_result((self._scheduler, self._runner))
+            self._run()
 
     def _run(self) -> None:
         try:

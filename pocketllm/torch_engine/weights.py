@@ -109,7 +109,8 @@ class Weights:
         try:
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")
-            return self._open_files[file].get_tensor(name)
+            tensor: torch.Tensor = self._open_files[file].get_tensor(name)
+            return tensor
         except (SafetensorError, OSError) as error:
             raise ConfigurationError(f"Tensor {name} of {file} can't be read ({error}): download the file again.", param="model") from error
 

@@ -54,8 +54,10 @@ class BFloat16Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.int4 is not None and x.shape[0] <= _INT4_MAX_ROWS:
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.int4.packed, 32, self.int4.scales_and_zeros)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+            few: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.int4.packed, 32, self.int4.scales_and_zeros)
+            return few
+        many: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return many
 
 
 class Float16Linear:
@@ -66,7 +68,8 @@ class Float16Linear:
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight, None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
+        return y
 
 
 def has_bfloat16_units() -> bool:

@@ -69,7 +69,7 @@ class LlamaConfig:
         for key, wanted in {"rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}.items():
             if (found := config.get(key, wanted)) != wanted:
                 raise UnsupportedFeatureError(
-                    f'{checkpoint.path} has {key} = {found!r}, which is not supported for llama yet (only {wanted!r}): use another model.', param="model"
+                    f"{checkpoint.path} has {key} = {found!r}, which is not supported for llama yet (only {wanted!r}): use another model.", param="model"
                 )
         return cls(**{name: config[name] for name in cls.__slots__})
 

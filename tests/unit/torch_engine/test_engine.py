@@ -66,7 +66,7 @@ class Setup:
     def __init__(self, *, slots: int = 4, num_blocks: int = 64, chunk: int = 0, **model_options: int | None) -> None:
         self.model = GatedModel(num_blocks, 4, **model_options)
         self.scheduler = Scheduler(BlockPool(num_blocks, 4), slots, chunk)
-        self.engine = Engine(self.scheduler, cast(ModelRunner, self.model))
+        self.engine = Engine(lambda: (self.scheduler, cast(ModelRunner, self.model)))
 
     def submit(self, request: EngineRequest) -> Answer:
         answer = Answer()
