@@ -4,6 +4,8 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 
+NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/decode_step.cpp
+
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
@@ -33,10 +35,10 @@ clean: ## remove the virtual environment, builds and caches
 	find pocketllm tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are files, so a second call installs nothing. Code changes need no new install: it is editable.
-$(VENV)/.installed: pyproject.toml scripts/install.sh
+$(VENV)/.installed: pyproject.toml scripts/install.sh $(NATIVE_SOURCES)
 	@scripts/install.sh
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml scripts/install.sh
+$(VENV)/.installed-dev: pyproject.toml scripts/install.sh $(NATIVE_SOURCES)
 	@scripts/install.sh dev
 	@touch $@ $(VENV)/.installed

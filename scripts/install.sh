@@ -4,6 +4,7 @@
 # PYTHON         interpreter to make the environment with [the first python3 that is 3.11 or newer]
 # VENV           where the environment lives [.venv]
 # TORCH_VERSION  version of torch [2.13.0]
+# POCKETLLM_BUILD_CPP  1: build the native parts or fail; 0: leave them out [built where there is a compiler]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,4 +47,11 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 echo "install: torch $torch_version (the largest download; a few minutes the first time)"
 "${pip[@]}" install --quiet "torch==$torch_version"
 echo "install: pocketllm${extras:+ with the extras $extras}"
-"${pip[@]}" install --quiet --editable ".${extras:+[$extras]}" "torch==$torch_version"
+POCKETLLM_BUILD_CPP=0 "${pip[@]}" install --quiet --editable ".${extras:+[$extras]}" "torch==$torch_version"
+
+# The native parts: 1 asks for them, 0 leaves them out, otherwise they are built where there is a compiler.
+case "${POCKETLLM_BUILD_CPP:-auto}" in
+  0) ;;
+  1) NATIVE_REQUIRED=1 VENV=$venv scripts/build_native.sh ;;
+  *) VENV=$venv scripts/build_native.sh ;;
+esac

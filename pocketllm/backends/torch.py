@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.scheduler import Scheduler
 
 BLOCK_SIZE = 16
-_OPTIONS = ("num_threads",)
+_OPTIONS = ("num_threads", "native_decode")
 
 
 class TorchBackend(Backend):
     """One checkpoint on PyTorch.
 
     Args:
-        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores].
+        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores], and native_decode, whether to use the
+            native decode step where it is built and suits the model [true].
         checkpoint: an open checkpoint whose architecture this plane runs.
 
     Raises:
@@ -40,7 +41,7 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
-        self._num_threads = _num_threads(args)
+        self._num_threads, self._native_decode = _plane_options(args)
         self._context_length = _context_length(args, checkpoint)
         self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
 
@@ -76,7 +77,7 @@ class TorchBackend(Backend):
             progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
 
         with torch.inference_mode():
-            model = Llama(self._checkpoint, dtype, self._context_length, on_layer)
+            model = Llama(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_decode else 0)
             cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
         self._capabilities = replace(
@@ -86,6 +87,7 @@ class TorchBackend(Backend):
             details={
                 "compute_dtype": str(dtype).removeprefix("torch."),
                 "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+                "native_decode": model.native_unsuited or "in use",
                 "weight_bytes": model.num_bytes,
                 "kv_cache_bytes": cache.num_bytes,
                 "kv_blocks": num_blocks,
@@ -139,17 +141,21 @@ class TorchBackend(Backend):
         return wanted
 
 
-def _num_threads(args: EngineArgs) -> int:
+def _plane_options(args: EngineArgs) -> tuple[int, bool]:
+    """num_threads and native_decode of `backend_options`."""
     options: dict[str, Any] = dict(args.backend_options)
     for name in options:
         if name not in _OPTIONS:
             raise ConfigurationError(
                 f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options"
             )
-    count = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigurationError(f'"num_threads" = {count!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")
-    return count
+    threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")
+    native = options.get("native_decode", True)
+    if not isinstance(native, bool):
+        raise ConfigurationError(f'"native_decode" = {native!r} in "backend_options" is not valid: send true or false.', param="backend_options")
+    return threads, native
 
 
 def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:

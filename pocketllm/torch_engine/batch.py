@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -27,7 +28,7 @@ class Prefill:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """The tokens of one step: first one a row of the rows that decode, then those of each row that prefills.
 
@@ -35,12 +36,13 @@ class Batch:
         rows: the scheduled rows in the order of their tokens.
         token_ids, positions, slot_mapping: [num_tokens] int64.
         num_decode: rows that compute one token.
-        decode_blocks: blocks of those rows, padded to equally many, [num_decode * blocks a row] int64; or one row's run.
-        decode_length: tokens that the longest of them attends to.
-        decode_mask: [num_decode, 1, 1, slots a row], 0 or -inf; None for one row, which is cut to decode_length instead.
+        decode_tables: their block tables, padded to equally many blocks with one of their own, [num_decode, width] int64.
+        decode_lengths: [num_decode] int64, tokens that each of them attends to, its own included.
         prefills: the other rows.
         sample_index: [num_sampling] int64, tokens whose logits are wanted.
         sampling: the scheduled rows that those belong to.
+        block_size: tokens a block.
+        mask_dtype: dtype of the attention's queries.
     """
 
     rows: list[ScheduledRow]
@@ -48,12 +50,42 @@ class Batch:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     num_decode: int
-    decode_blocks: torch.Tensor | slice
-    decode_length: int
-    decode_mask: torch.Tensor | None
+    decode_tables: torch.Tensor
+    decode_lengths: torch.Tensor
     prefills: list[Prefill]
     sample_index: torch.Tensor
     sampling: list[ScheduledRow]
+    block_size: int
+    mask_dtype: torch.dtype
+
+    @cached_property
+    def decode_blocks(self) -> torch.Tensor | slice:
+        """Blocks of the decoding rows one after another, [num_decode * width] int64; or one row's run."""
+        return _run_or_list(self.decode_tables[0].tolist()) if self.num_decode == 1 else self.decode_tables.flatten()
+
+    @cached_property
+    def decode_mask(self) -> torch.Tensor | None:
+        """[num_decode, 1, 1, slots a row], 0 or -inf; None for one row, which is cut to its length instead."""
+        if self.num_decode == 1:
+            return None
+        past_end = torch.arange(self.decode_tables.shape[1] * self.block_size) >= self.decode_lengths.unsqueeze(1)  # [num_decode, slots a row]
+        return torch.zeros(past_end.shape, dtype=self.mask_dtype).masked_fill_(past_end, float("-inf"))[:, None, None, :]
+
+    def prefill_part(self) -> Batch:
+        """The same step without the rows that decode."""
+        count = self.num_decode
+        prefills = [replace(prefill, tokens=slice(prefill.tokens.start - count, prefill.tokens.stop - count)) for prefill in self.prefills]
+        return replace(
+            self,
+            rows=self.rows[count:],
+            token_ids=self.token_ids[count:],
+            positions=self.positions[count:],
+            slot_mapping=self.slot_mapping[count:],
+            num_decode=0,
+            decode_tables=self.decode_tables[:0],
+            decode_lengths=self.decode_lengths[:0],
+            prefills=prefills,
+        )
 
 
 def build_batch(step: Sequence[ScheduledRow], block_size: int, mask_dtype: torch.dtype) -> Batch:
@@ -80,32 +112,23 @@ def build_batch(step: Sequence[ScheduledRow], block_size: int, mask_dtype: torch
             sample_index.append(len(token_ids) - 1)
             sampling.append(scheduled)
     lengths = [scheduled.row.num_computed_tokens + 1 for scheduled in decoding]
-    decode_blocks, decode_mask = _decode_rows([scheduled.row.block_table for scheduled in decoding], lengths, block_size, mask_dtype)
+    width = -(-max(lengths, default=0) // block_size)
+    # Padded with a block of its own, so that one row never reads another's values.
+    tables = [(scheduled.row.block_table + scheduled.row.block_table[:1] * width)[:width] for scheduled in decoding]
     return Batch(
         ordered,
         torch.tensor(token_ids),
         torch.tensor(positions),
         torch.tensor(slots),
         len(decoding),
-        decode_blocks,
-        max(lengths, default=0),
-        decode_mask,
+        torch.tensor(tables, dtype=torch.int64),
+        torch.tensor(lengths, dtype=torch.int64),
         prefills,
         torch.tensor(sample_index, dtype=torch.int64),
         sampling,
+        block_size,
+        mask_dtype,
     )
-
-
-def _decode_rows(tables: list[list[int]], lengths: list[int], block_size: int, mask_dtype: torch.dtype) -> tuple[torch.Tensor | slice, torch.Tensor | None]:
-    if not tables:
-        return slice(0, 0), None
-    width = -(-max(lengths) // block_size)
-    if len(tables) == 1:
-        return _run_or_list(tables[0][:width]), None
-    padded = [(table + table[:1] * width)[:width] for table in tables]  # with a block of its own: one row never reads another
-    past_end = torch.arange(width * block_size) >= torch.tensor(lengths).unsqueeze(1)  # [num_rows, slots a row]
-    mask = torch.zeros(past_end.shape, dtype=mask_dtype).masked_fill_(past_end, float("-inf"))
-    return torch.tensor(padded).flatten(), mask[:, None, None, :]
 
 
 def _run_or_list(table: list[int]) -> torch.Tensor | slice:

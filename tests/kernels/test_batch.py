@@ -55,7 +55,7 @@ def test_a_piece_of_a_prompt_masks_what_is_ahead() -> None:
 
 def test_one_decoding_row_needs_no_mask() -> None:
     batch = build(scheduled([3, 4, 5], 9, 1))
-    assert (batch.num_decode, batch.decode_blocks, batch.decode_length, batch.decode_mask) == (1, slice(3, 6), 10, None)
+    assert (batch.num_decode, batch.decode_blocks, batch.decode_lengths.tolist(), batch.decode_mask) == (1, slice(3, 6), [10], None)
     assert batch.slot_mapping.tolist() == [5 * 4 + 1]
 
 
@@ -69,7 +69,7 @@ def test_decode_tables_are_padded_with_blocks_of_the_row() -> None:
     batch = build(scheduled([3], 1, 1), scheduled([7, 8, 9], 9, 1))
     assert isinstance(batch.decode_blocks, torch.Tensor)
     assert batch.decode_blocks.tolist() == [3, 3, 3, 7, 8, 9]
-    assert batch.decode_length == 10
+    assert batch.decode_lengths.tolist() == [2, 10]
     assert batch.decode_mask is not None
     assert batch.decode_mask.shape == (2, 1, 1, 12)
     seen = (batch.decode_mask == 0).sum(-1).flatten()

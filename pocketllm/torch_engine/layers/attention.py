@@ -19,13 +19,16 @@ class KVCache:
     Args:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes.
         dtype: of the cached values.
+
+    Attributes:
+        blocks: a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim], keys before values.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         shape = (num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim)
         bits = np.zeros(shape, dtype=_NUMPY_BITS[dtype])  # calloc: zero pages that cost nothing until written; torch.zeros writes them all
-        self._blocks = list(torch.from_numpy(bits).view(dtype))  # a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim]
-        self._slots = [layer.flatten(0, 1) for layer in self._blocks]  # a layer: [num_slots, 2, num_kv_heads, head_dim]
+        self.blocks = list(torch.from_numpy(bits).view(dtype))
+        self._slots = [layer.flatten(0, 1) for layer in self.blocks]  # a layer: [num_slots, 2, num_kv_heads, head_dim]
         self._keys = [layer[:, 0] for layer in self._slots]
         self._values = [layer[:, 1] for layer in self._slots]
         self.dtype = dtype
@@ -46,7 +49,7 @@ class KVCache:
 
         `blocks` lists the rows' blocks one after another, equally many a row; or, for one row, is a run of neighbouring ones, read in place.
         """
-        stored = self._blocks[layer]
+        stored = self.blocks[layer]
         run = stored[blocks] if isinstance(blocks, slice) else stored.index_select(0, blocks)
         by_row = run.flatten(0, 1).unflatten(0, (num_rows, -1))  # [num_rows, slots, 2, num_kv_heads, head_dim]
         return by_row[:, :, 0].transpose(1, 2), by_row[:, :, 1].transpose(1, 2)
@@ -71,8 +74,9 @@ def paged_attention(queries: torch.Tensor, cache: KVCache, layer: int, batch: Ba
 def _decode(queries: torch.Tensor, cache: KVCache, layer: int, batch: Batch) -> torch.Tensor:
     num_rows, num_heads, head_dim = queries.shape
     keys, values = cache.read(layer, batch.decode_blocks, num_rows)
-    if batch.decode_mask is None:
-        keys, values = keys[:, :, : batch.decode_length], values[:, :, : batch.decode_length]
+    if num_rows == 1:
+        length = int(batch.decode_lengths[0])
+        keys, values = keys[:, :, :length], values[:, :, :length]
     # The query heads of one KV head stand as its query positions: keys and values are read once for all of them.
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # [num_rows, num_kv_heads, group, head_dim]
     return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.decode_mask).reshape(num_rows, num_heads * head_dim)

@@ -82,22 +82,23 @@ def has_float16_packing() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def build_linear(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> Linear:
+def build_linear(tensors: Sequence[StoredTensor], dtype: torch.dtype, *, int4: bool = True) -> Linear:
     """One layer for matrices that share their input, their rows stacked in order.
 
     Args:
         tensors: each [out, in].
         dtype: float32, bfloat16 or float16, as the module describes them.
+        int4: keep 4-bit weights beside bfloat16 ones, for steps of few rows.
     """
     weight = torch.cat([tensor.float() for tensor in tensors])
     if dtype == torch.float32:
         return Float32Linear(weight)
     if dtype == torch.float16:
         return Float16Linear(weight)
-    int4 = None
-    if len({tensor.type for tensor in tensors}) == 1 and can_pack(tensors[0].type, tuple(weight.shape)):
-        int4 = pack_int4(tensors[0].type, np.concatenate([tensor.blocks for tensor in tensors if tensor.blocks is not None]))
-    return BFloat16Linear(weight, int4)
+    packed = None
+    if int4 and len({tensor.type for tensor in tensors}) == 1 and can_pack(tensors[0].type, tuple(weight.shape)):
+        packed = pack_int4(tensors[0].type, np.concatenate([tensor.blocks for tensor in tensors if tensor.blocks is not None]))
+    return BFloat16Linear(weight, packed)
 
 
 def build_head(tensor: StoredTensor, dtype: torch.dtype) -> Linear:

@@ -10,6 +10,7 @@ import torch
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.torch_engine.batch import Batch
+from pocketllm.torch_engine.kernels.decode_step import DecodeLayer, DecodeStep, pack_q4, pack_q8, unsuited
 from pocketllm.torch_engine.layers.activation import silu_and_mul
 from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
 from pocketllm.torch_engine.layers.embedding import Embedding
@@ -75,6 +76,27 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class _StoredLayer:
+    """A layer's tensors as the file holds them, the rows of query and key in halves."""
+
+    input_norm: StoredTensor
+    qkv: list[StoredTensor]
+    output: StoredTensor
+    post_attention_norm: StoredTensor
+    gate_up: list[StoredTensor]
+    down: StoredTensor
+
+    @property
+    def linears(self) -> list[StoredTensor]:
+        return [*self.qkv, self.output, *self.gate_up, self.down]
+
+    def native(self) -> DecodeLayer:
+        """The layer in the layout of the native decode step."""
+        norms = (self.input_norm.float().numpy(), self.post_attention_norm.float().numpy())
+        return DecodeLayer(*norms, pack_q4(self.qkv), pack_q4([self.output]), pack_q4(self.gate_up), pack_q4([self.down]))
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: RMSNorm
     qkv: Linear
@@ -92,40 +114,87 @@ class Llama:
         dtype: compute dtype, as layers/linear.py describes them; the residual stream and the logits are float32 under each.
         max_model_len: positions are below this.
         on_layer: called after each loaded layer with the number loaded.
+        native_threads: threads of the native decode step; 0 is without it.
 
     Raises:
         ConfigurationError: a tensor is missing, left over, or has another shape than the config says.
         UnsupportedFeatureError: the config asks for a variant that this model does not compute.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, on_layer: Callable[[int], None]) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0) -> None:
         self.config = config = LlamaConfig.from_checkpoint(checkpoint)
         self.activation_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         weights = Weights(checkpoint, gguf_name, _IGNORED)
         table = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         head = table if config.tie_word_embeddings else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
         self._embedding = Embedding(table, exact=dtype == torch.float32)
-        self._head = build_head(head, dtype)
-        self._norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)).float(), config.rms_norm_eps, torch.float32)
+        norm = weights.take("model.norm.weight", (config.hidden_size,)).float()
+        self._norm = RMSNorm(norm, config.rms_norm_eps, torch.float32)
         self._rope = RotaryEmbedding(config.head_dim, config.rope_theta, max_model_len)
-        self._layers: list[_Layer] = []
-        for index in range(config.num_hidden_layers):
-            self._layers.append(self._load_layer(weights, f"model.layers.{index}.", dtype, interleaved=checkpoint.gguf is not None))
-            on_layer(index + 1)
+        stored = [self._take_layer(weights, f"model.layers.{index}.", interleaved=checkpoint.gguf is not None) for index in range(config.num_hidden_layers)]
         weights.finish()
+        self.native_unsuited = self._native_unsuited(stored, head, dtype, native_threads)
+        native: list[DecodeLayer] | None = [] if self.native_unsuited is None else None
+        self._head = build_head(head, dtype) if native is None else None
+        self._layers: list[_Layer] = []
+        for index, layer in enumerate(stored):
+            self._layers.append(self._build_layer(layer, dtype, int4=native is None))
+            if native is not None:
+                native.append(layer.native())
+            on_layer(index + 1)
+        self._decode_step: DecodeStep | None = None
+        if native is not None:
+            self._decode_step = DecodeStep(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                intermediate_size=config.intermediate_size,
+                rms_norm_eps=config.rms_norm_eps,
+                layers=native,
+                norm=norm.numpy(),
+                head=pack_q8(head),
+                num_threads=native_threads,
+            )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights as they lie in memory."""
         layers = sum(linear.num_bytes for layer in self._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        return self._embedding.num_bytes + self._head.num_bytes + layers
+        others = [self._embedding, *(part for part in (self._head, self._decode_step) if part is not None)]
+        return layers + sum(part.num_bytes for part in others)
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Compute a step's tokens, writing their keys and values to `cache`. Returns [num_tokens, hidden_size] float32."""
-        config = self.config
-        num_q, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         cos, sin = self._rope.at(batch.positions)
         hidden = self._embedding(batch.token_ids)
+        count = batch.num_decode
+        if self._decode_step is None or cache.dtype != torch.bfloat16 or not count:
+            self._run_layers(hidden, cos, sin, batch, cache)
+            return hidden
+        self._decode_step.layers(hidden[:count], cos[:count, 0], sin[:count, 0], batch.decode_tables, batch.decode_lengths, cache.blocks)
+        if batch.prefills:
+            self._run_layers(hidden[count:], cos[count:], sin[count:], batch.prefill_part(), cache)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
+        if self._decode_step is not None:
+            return self._decode_step.logits(hidden)
+        assert self._head is not None
+        return self._head(self._norm(hidden))
+
+    def _native_unsuited(self, stored: list[_StoredLayer], head: StoredTensor, dtype: torch.dtype, threads: int) -> str | None:
+        """Why steps of one token a row don't run natively, or None when they do."""
+        if not threads:
+            return "turned off"
+        if dtype != torch.bfloat16:
+            return "for bfloat16 compute only"
+        return unsuited([tensor for layer in stored for tensor in layer.linears], head, self.config.head_dim)
+
+    def _run_layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, cache: KVCache) -> None:
+        """The layers as torch operators, changing `hidden` [num_tokens, hidden_size] in place."""
+        config = self.config
+        num_q, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.input_norm(hidden)).unflatten(-1, (num_q + 2 * num_kv, head_dim))
             rotated = rotate(qkv[:, : num_q + num_kv], cos, sin).to(cache.dtype)
@@ -133,13 +202,8 @@ class Llama:
             attended = paged_attention(rotated[:, :num_q], cache, index, batch)
             hidden += layer.output(attended.to(self.activation_dtype))
             hidden += layer.down(silu_and_mul(layer.gate_up(layer.post_attention_norm(hidden))))
-        return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
-        return self._head(self._norm(hidden))
-
-    def _load_layer(self, weights: Weights, prefix: str, dtype: torch.dtype, *, interleaved: bool) -> _Layer:
+    def _take_layer(self, weights: Weights, prefix: str, *, interleaved: bool) -> _StoredLayer:
         config = self.config
         hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -147,19 +211,27 @@ class Llama:
         def take(name: str, *shape: int) -> StoredTensor:
             return weights.take(f"{prefix}{name}.weight", shape)
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(take(name, hidden).float(), config.rms_norm_eps, self.activation_dtype)
-
         query, key = take("self_attn.q_proj", q_size, hidden), take("self_attn.k_proj", kv_size, hidden)
         if interleaved:
             query, key = query.select_rows(_half_split_order(q_size, head_dim)), key.select_rows(_half_split_order(kv_size, head_dim))
+        return _StoredLayer(
+            take("input_layernorm", hidden),
+            [query, key, take("self_attn.v_proj", kv_size, hidden)],
+            take("self_attn.o_proj", hidden, q_size),
+            take("post_attention_layernorm", hidden),
+            [take("mlp.gate_proj", ffn, hidden), take("mlp.up_proj", ffn, hidden)],
+            take("mlp.down_proj", hidden, ffn),
+        )
+
+    def _build_layer(self, stored: _StoredLayer, dtype: torch.dtype, *, int4: bool) -> _Layer:
+        eps = self.config.rms_norm_eps
         return _Layer(
-            norm("input_layernorm"),
-            build_linear([query, key, take("self_attn.v_proj", kv_size, hidden)], dtype),
-            build_linear([take("self_attn.o_proj", hidden, q_size)], dtype),
-            norm("post_attention_layernorm"),
-            build_linear([take("mlp.gate_proj", ffn, hidden), take("mlp.up_proj", ffn, hidden)], dtype),
-            build_linear([take("mlp.down_proj", hidden, ffn)], dtype),
+            RMSNorm(stored.input_norm.float(), eps, self.activation_dtype),
+            build_linear(stored.qkv, dtype, int4=int4),
+            build_linear([stored.output], dtype, int4=int4),
+            RMSNorm(stored.post_attention_norm.float(), eps, self.activation_dtype),
+            build_linear(stored.gate_up, dtype, int4=int4),
+            build_linear([stored.down], dtype, int4=int4),
         )
 
 

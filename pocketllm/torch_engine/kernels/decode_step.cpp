@@ -1,0 +1,454 @@
+// One decode step of a llama model on x86 CPUs with AVX-512, as one call: every row computes one token.
+//
+// PyTorch needs some fifteen operators a layer for that, and at one row their overhead costs as much as reading the
+// weights. Here a team of threads walks the layers together, parted by barriers. Activations are float32, 4-bit and
+// 8-bit weights are expanded in registers with their own scales, and sums run in an order that does not depend on the
+// number of rows: a row's result is the same to the bit in every batch.
+//
+// Plain C interface, called through ctypes (decode_step.py owns the memory and says what each array holds).
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,fma")))
+
+namespace {
+
+constexpr int kLanes = 16;     // rows of a weight tile, one a lane
+constexpr int kBlock = 32;     // weights that share a scale
+constexpr int kRowGroup = 4;   // activation rows that share one expansion of a tile
+constexpr int kQ4Bytes = 320;  // a block of a Q4 tile: 4 x 16 dwords of nibbles, 16 scales, 16 minimums (float16)
+constexpr int kQ8Bytes = 544;  // a block of a Q8 tile: 8 x 16 dwords of int8, 16 scales (float16)
+
+// Threads that run one function together, again and again. A waiting thread spins for a moment, then yields or sleeps, so
+// that a busy machine slows the team by no more than the time it takes away.
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {
+    for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { work(index); });
+  }
+
+  ~Team() {
+    stop_ = true;
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return size_; }
+
+  // Calls job(argument, thread index) on every thread of the team and returns when all have.
+  void run(void (*job)(void*, int), void* argument) {
+    job_ = job;
+    argument_ = argument;
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    job(argument, 0);
+    barrier();
+  }
+
+  // Waits until every thread of the team has come here.
+  void barrier() {
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.fetch_add(1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+      if (spins < 4000) _mm_pause();
+      else std::this_thread::yield();
+    }
+  }
+
+ private:
+  void work(int index) {
+    uint32_t seen = 0;
+    for (;;) {
+      for (int spins = 0; spins < 20000 && generation_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
+      generation_.wait(seen, std::memory_order_acquire);
+      seen = generation_.load(std::memory_order_acquire);
+      if (stop_) return;
+      job_(argument_, index);
+      barrier();
+    }
+  }
+
+  const int size_;
+  std::vector<std::thread> threads_;
+  void (*job_)(void*, int) = nullptr;
+  void* argument_ = nullptr;
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+};
+
+// Activation rows with the sum of each block of 32, which the minimum of a 4-bit block multiplies.
+struct Rows {
+  std::vector<float> values;  // [rows, cols]
+  std::vector<float> sums;    // [rows, cols / 32]
+};
+
+AVX512 inline __m512 exp512(__m512 x) {
+  // 2^n * 2^f with n whole and f in [-1/2, 1/2]; the polynomial is the Taylor series of 2^f to the sixth power.
+  const __m512 y = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(1.44269504088896341f));
+  const __m512 whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(y, whole);
+  __m512 p = _mm512_set1_ps(1.54035304e-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.33335581e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, whole);
+}
+
+AVX512 inline __m512 load_half(const uint8_t* source) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+
+AVX512 inline __m512 load_bfloat16(const uint16_t* source) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))), 16));
+}
+
+inline uint16_t to_bfloat16(float value) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN stays NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline float from_bfloat16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+AVX512 void sum_blocks(const float* values, int rows, int cols, float* sums) {
+  for (int block = 0; block < rows * cols / kBlock; ++block) {
+    const float* at = values + block * kBlock;
+    sums[block] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(at + 16)));
+  }
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight, and its block sums.
+AVX512 void rms_norm(const float* x, const float* weight, float eps, int rows, int cols, Rows& out) {
+  for (int row = 0; row < rows; ++row) {
+    const float* source = x + static_cast<size_t>(row) * cols;
+    float* target = out.values.data() + static_cast<size_t>(row) * cols;
+    __m512 squares = _mm512_setzero_ps();
+    for (int k = 0; k < cols; k += 16) {
+      const __m512 value = _mm512_loadu_ps(source + k);
+      squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / cols + eps));
+    for (int k = 0; k < cols; k += 16) {
+      _mm512_storeu_ps(target + k, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(source + k), scale), _mm512_loadu_ps(weight + k)));
+    }
+  }
+  sum_blocks(out.values.data(), rows, cols, out.sums.data());
+}
+
+// 16 outputs of N rows: one Q4 tile times x. Four partial sums a row hide the latency of the additions.
+template <int N>
+AVX512 void q4_tile(const uint8_t* tile, const float* x, const float* sums, int cols, __m512* out) {
+  const __m512 digits = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const int blocks = cols / kBlock;
+  for (int n = 0; n < N; ++n) out[n] = _mm512_setzero_ps();
+  for (int block = 0; block < blocks; ++block, tile += kQ4Bytes) {
+    __m512 part[N][4];
+    for (int n = 0; n < N; ++n)
+      for (int j = 0; j < 4; ++j) part[n][j] = _mm512_setzero_ps();
+    for (int group = 0; group < 4; ++group) {
+      const __m512i nibbles = _mm512_loadu_si512(tile + group * 64);
+      const float* at = x + block * kBlock + group * 8;
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        const __m512 weight = _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4 * j), digits);  // the index is the low 4 bits
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) part[n][j & 3] = _mm512_fmadd_ps(weight, _mm512_set1_ps(at[static_cast<size_t>(n) * cols + j]), part[n][j & 3]);
+      }
+    }
+    const __m512 scale = load_half(tile + 256), minimum = load_half(tile + 288);
+    for (int n = 0; n < N; ++n) {
+      const __m512 sum = _mm512_add_ps(_mm512_add_ps(part[n][0], part[n][1]), _mm512_add_ps(part[n][2], part[n][3]));
+      out[n] = _mm512_fmadd_ps(scale, sum, out[n]);
+      out[n] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[static_cast<size_t>(n) * blocks + block]), out[n]);
+    }
+  }
+}
+
+template <int N>
+AVX512 void q8_tile(const uint8_t* tile, const float* x, const float*, int cols, __m512* out) {
+  for (int n = 0; n < N; ++n) out[n] = _mm512_setzero_ps();
+  for (int block = 0; block < cols / kBlock; ++block, tile += kQ8Bytes) {
+    __m512 part[N][4];
+    for (int n = 0; n < N; ++n)
+      for (int j = 0; j < 4; ++j) part[n][j] = _mm512_setzero_ps();
+    for (int group = 0; group < 8; ++group) {
+      const __m512i bytes = _mm512_loadu_si512(tile + group * 64);
+      const float* at = x + block * kBlock + group * 4;
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512 weight = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * j), 24));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) part[n][j] = _mm512_fmadd_ps(weight, _mm512_set1_ps(at[static_cast<size_t>(n) * cols + j]), part[n][j]);
+      }
+    }
+    const __m512 scale = load_half(tile + 512);
+    for (int n = 0; n < N; ++n)
+      out[n] = _mm512_fmadd_ps(scale, _mm512_add_ps(_mm512_add_ps(part[n][0], part[n][1]), _mm512_add_ps(part[n][2], part[n][3])), out[n]);
+  }
+}
+
+using Tile = void (*)(const uint8_t*, const float*, const float*, int, __m512*);
+constexpr Tile kQ4Tiles[] = {q4_tile<1>, q4_tile<2>, q4_tile<3>, q4_tile<4>};
+constexpr Tile kQ8Tiles[] = {q8_tile<1>, q8_tile<2>, q8_tile<3>, q8_tile<4>};
+
+// Calls store(row, 16 outputs) for every row of `in`, in groups that share the expansion of the tile.
+template <typename Store>
+AVX512 void tile_rows(const Tile* kernels, const uint8_t* tile, const Rows& in, int rows, int cols, Store store) {
+  for (int first = 0; first < rows; first += kRowGroup) {
+    const int count = std::min(kRowGroup, rows - first);
+    __m512 out[kRowGroup];
+    kernels[count - 1](tile, in.values.data() + static_cast<size_t>(first) * cols, in.sums.data() + static_cast<size_t>(first) * (cols / kBlock), cols, out);
+    for (int n = 0; n < count; ++n) store(first + n, out[n]);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+struct PocketLayer {
+  const float* input_norm;           // [hidden_size]
+  const float* post_attention_norm;  // [hidden_size]
+  const uint8_t* qkv;                // Q4 tiles [q | k | v rows, hidden_size]
+  const uint8_t* output;             // Q4 tiles [hidden_size, num_heads * head_dim]
+  const uint8_t* gate_up;            // Q4 tiles [gate | up rows, hidden_size]
+  const uint8_t* down;               // Q4 tiles [hidden_size, intermediate_size]
+  uint16_t* kv;                      // bfloat16 [num_slots, 2, num_kv_heads, head_dim]
+};
+
+struct PocketModel {
+  int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, num_layers, vocab_size, block_size;
+  float rms_norm_eps;
+  const PocketLayer* layers;
+  const float* norm;    // [hidden_size]
+  const uint8_t* head;  // Q8 tiles [vocab_size, hidden_size]
+};
+
+struct PocketStep {
+  int32_t num_rows, table_width;
+  float* hidden;          // [num_rows, hidden_size]: embeddings in, hidden states out
+  const float *cos, *sin; // [num_rows, head_dim / 2]
+  const int64_t* tables;  // [num_rows, table_width]
+  const int64_t* lengths; // [num_rows]: tokens that the row attends to, its own included
+};
+
+}  // extern "C"
+
+namespace {
+
+// What one call shares between its threads.
+struct Work {
+  Team& team;
+  const PocketModel& model;
+  const PocketStep* step;
+  std::vector<float> qkv, attended, activated;
+  std::vector<Rows> scratch;           // a thread
+  std::vector<std::vector<float>> scores;  // a thread
+  std::vector<std::atomic<int>> next;  // a phase: first piece of work that nobody has taken
+  const float* head_input = nullptr;   // of a logits call: [head_rows, hidden_size]
+  float* logits = nullptr;             // [head_rows, vocab_size]
+  int head_rows = 0;
+
+  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), next(phases) {
+    const size_t widest = std::max({m.hidden_size, m.intermediate_size, m.num_heads * m.head_dim});
+    for (auto& one : scratch) {
+      one.values.resize(rows * widest);
+      one.sums.resize(rows * widest / kBlock);
+    }
+  }
+
+  // Hands out [0, count) in pieces to whichever thread comes first, so that a slowed core does less.
+  template <typename Each>
+  void share(int phase, int count, Each each) {
+    const int piece = std::max(1, count / (team.size() * 8));
+    for (int first; (first = next[phase].fetch_add(piece, std::memory_order_relaxed)) < count;)
+      for (int index = first; index < std::min(first + piece, count); ++index) each(index);
+  }
+};
+
+void copy_rows(const std::vector<float>& source, int rows, int cols, Rows& out) {
+  std::copy_n(source.data(), static_cast<size_t>(rows) * cols, out.values.data());
+  sum_blocks(out.values.data(), rows, cols, out.sums.data());
+}
+
+void rotate(const float* x, const float* cos, const float* sin, int half, float* out) {
+  for (int i = 0; i < half; ++i) {
+    out[i] = x[i] * cos[i] - x[i + half] * sin[i];
+    out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+  }
+}
+
+// One head of one row: rotate its query, write the row's own key and value (by the first head of each group), attend.
+AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std::vector<float>& scores) {
+  const PocketModel& m = work.model;
+  const PocketStep& s = *work.step;
+  const int dim = m.head_dim, half = dim / 2, group = m.num_heads / m.num_kv_heads, kv_head = head / group;
+  const int length = static_cast<int>(s.lengths[row]);
+  const float* qkv = work.qkv.data() + static_cast<size_t>(row) * (m.num_heads + 2 * m.num_kv_heads) * dim;
+  const float *cos = s.cos + static_cast<size_t>(row) * half, *sin = s.sin + static_cast<size_t>(row) * half;
+  const size_t token = 2 * static_cast<size_t>(m.num_kv_heads) * dim, value = static_cast<size_t>(m.num_kv_heads) * dim;
+  const int64_t* table = s.tables + static_cast<size_t>(row) * s.table_width;
+  const auto slot = [&](int position) { return layer.kv + (table[position / m.block_size] * m.block_size + position % m.block_size) * token + kv_head * dim; };
+
+  alignas(64) float query[256], key[256];
+  alignas(64) uint16_t own_key[256], own_value[256];
+  rotate(qkv + head * dim, cos, sin, half, query);
+  rotate(qkv + (m.num_heads + kv_head) * dim, cos, sin, half, key);
+  const float* fresh = qkv + (m.num_heads + m.num_kv_heads + kv_head) * dim;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  for (int i = 0; i < dim; ++i) {
+    query[i] *= scale;
+    own_key[i] = to_bfloat16(key[i]);
+    own_value[i] = to_bfloat16(fresh[i]);
+  }
+  if (head % group == 0) {
+    uint16_t* own = slot(length - 1);
+    std::memcpy(own, own_key, dim * sizeof(uint16_t));
+    std::memcpy(own + value, own_value, dim * sizeof(uint16_t));
+  }
+  if (static_cast<int>(scores.size()) < length + kLanes) scores.resize(length + kLanes + 512);
+  float highest = -INFINITY;
+  for (int position = 0; position < length; ++position) {
+    const uint16_t* keys = position == length - 1 ? own_key : slot(position);
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < dim; i += 16) sum = _mm512_fmadd_ps(_mm512_load_ps(query + i), load_bfloat16(keys + i), sum);
+    scores[position] = _mm512_reduce_add_ps(sum);
+    highest = std::max(highest, scores[position]);
+  }
+  for (int position = length; position % kLanes; ++position) scores[position] = -INFINITY;
+  __m512 total = _mm512_setzero_ps();
+  for (int position = 0; position < length; position += kLanes) {
+    const __m512 p = exp512(_mm512_sub_ps(_mm512_loadu_ps(scores.data() + position), _mm512_set1_ps(highest)));
+    _mm512_storeu_ps(scores.data() + position, p);
+    total = _mm512_mask_add_ps(total, length - position >= kLanes ? 0xffff : (1u << (length - position)) - 1, total, p);
+  }
+  __m512 sums[16];
+  for (int i = 0; i < dim / 16; ++i) sums[i] = _mm512_setzero_ps();
+  for (int position = 0; position < length; ++position) {
+    const uint16_t* values = position == length - 1 ? own_value : slot(position) + value;
+    const __m512 p = _mm512_set1_ps(scores[position]);
+    for (int i = 0; i < dim / 16; ++i) sums[i] = _mm512_fmadd_ps(p, load_bfloat16(values + i * 16), sums[i]);
+  }
+  const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
+  float* target = work.attended.data() + (static_cast<size_t>(row) * m.num_heads + head) * dim;
+  for (int i = 0; i < dim / 16; ++i) _mm512_storeu_ps(target + i * 16, _mm512_mul_ps(sums[i], inverse));
+}
+
+AVX512 void run_layers(void* argument, int thread) {
+  Work& work = *static_cast<Work*>(argument);
+  const PocketModel& m = work.model;
+  const PocketStep& s = *work.step;
+  Rows& in = work.scratch[thread];
+  const int rows = s.num_rows, hidden = m.hidden_size, ffn = m.intermediate_size, q_size = m.num_heads * m.head_dim;
+  const int qkv_size = q_size + 2 * m.num_kv_heads * m.head_dim;
+  const auto q4 = [](const uint8_t* matrix, int tile, int cols) { return matrix + static_cast<size_t>(tile) * (cols / kBlock) * kQ4Bytes; };
+  const auto add_to_hidden = [&](int phase, const uint8_t* matrix, int cols) {
+    work.share(phase, hidden / kLanes, [&](int tile) AVX512 {
+      tile_rows(kQ4Tiles, q4(matrix, tile, cols), in, rows, cols, [&](int row, __m512 y) AVX512 {
+        float* at = s.hidden + static_cast<size_t>(row) * hidden + tile * kLanes;
+        _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), y));
+      });
+    });
+  };
+  int phase = 0;
+  for (int index = 0; index < m.num_layers; ++index) {
+    const PocketLayer& layer = m.layers[index];
+    rms_norm(s.hidden, layer.input_norm, m.rms_norm_eps, rows, hidden, in);
+    work.share(phase++, qkv_size / kLanes, [&](int tile) AVX512 {
+      tile_rows(kQ4Tiles, q4(layer.qkv, tile, hidden), in, rows, hidden,
+                [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.qkv.data() + static_cast<size_t>(row) * qkv_size + tile * kLanes, y); });
+    });
+    work.team.barrier();
+    work.share(phase++, rows * m.num_heads, [&](int task) { attend(work, layer, task / m.num_heads, task % m.num_heads, work.scores[thread]); });
+    work.team.barrier();
+    copy_rows(work.attended, rows, q_size, in);
+    add_to_hidden(phase++, layer.output, q_size);
+    work.team.barrier();
+    rms_norm(s.hidden, layer.post_attention_norm, m.rms_norm_eps, rows, hidden, in);
+    work.share(phase++, ffn / kLanes, [&](int tile) AVX512 {
+      float* to = work.activated.data() + tile * kLanes;
+      tile_rows(kQ4Tiles, q4(layer.gate_up, tile, hidden), in, rows, hidden, [&](int row, __m512 gate) AVX512 {
+        const __m512 one = _mm512_set1_ps(1.0f);
+        _mm512_storeu_ps(to + static_cast<size_t>(row) * ffn, _mm512_div_ps(gate, _mm512_add_ps(one, exp512(_mm512_sub_ps(_mm512_setzero_ps(), gate)))));
+      });
+      tile_rows(kQ4Tiles, q4(layer.gate_up, ffn / kLanes + tile, hidden), in, rows, hidden, [&](int row, __m512 up) AVX512 {
+        float* at = to + static_cast<size_t>(row) * ffn;
+        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), up));
+      });
+    });
+    work.team.barrier();
+    copy_rows(work.activated, rows, ffn, in);
+    add_to_hidden(phase++, layer.down, ffn);
+    work.team.barrier();
+  }
+}
+
+AVX512 void run_head(void* argument, int thread) {
+  Work& work = *static_cast<Work*>(argument);
+  const PocketModel& m = work.model;
+  Rows& in = work.scratch[thread];
+  rms_norm(work.head_input, m.norm, m.rms_norm_eps, work.head_rows, m.hidden_size, in);
+  work.share(0, m.vocab_size / kLanes, [&](int tile) AVX512 {
+    tile_rows(kQ8Tiles, m.head + static_cast<size_t>(tile) * (m.hidden_size / kBlock) * kQ8Bytes, in, work.head_rows, m.hidden_size,
+              [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.logits + static_cast<size_t>(row) * m.vocab_size + tile * kLanes, y); });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whether this processor has what the step needs.
+int pocket_decode_supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
+}
+
+void* pocket_team_create(int num_threads) { return new Team(num_threads); }
+
+void pocket_team_destroy(void* team) { delete static_cast<Team*>(team); }
+
+// All layers of one step: step->hidden is changed in place, keys and values go to the cache.
+void pocket_decode_layers(void* team, const PocketModel* model, const PocketStep* step) {
+  const size_t rows = step->num_rows;
+  Work work(*static_cast<Team*>(team), *model, step, static_cast<size_t>(model->num_layers) * 5, step->num_rows);
+  work.qkv.resize(rows * (model->num_heads + 2 * model->num_kv_heads) * model->head_dim);
+  work.attended.resize(rows * model->num_heads * model->head_dim);
+  work.activated.resize(rows * model->intermediate_size);
+  work.team.run(run_layers, &work);
+}
+
+// Final norm and output head: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size].
+void pocket_logits(void* team, const PocketModel* model, const float* hidden, int num_rows, float* logits) {
+  Work work(*static_cast<Team*>(team), *model, nullptr, 1, num_rows);
+  work.head_input = hidden;
+  work.logits = logits;
+  work.head_rows = num_rows;
+  work.team.run(run_head, &work);
+}
+
+}  // extern "C"
