@@ -67,7 +67,7 @@ class TorchBackend(Backend):
         from pocketllm.torch_engine.scheduler import Scheduler
 
         args, config = self._args, self._checkpoint.config
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self._num_threads)  # of this thread alone
         dtype = _compute_dtype(args.dtype)
         kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
         num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
@@ -95,7 +95,7 @@ class TorchBackend(Backend):
                 "num_threads": self._num_threads,
             },
         )
-        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE)
+        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None:

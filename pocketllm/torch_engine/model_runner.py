@@ -21,12 +21,14 @@ class ModelRunner:
         model: loaded.
         cache: blocks that the scheduler's pool counts.
         block_size: tokens a block.
+        num_threads: threads of torch's operators.
     """
 
-    def __init__(self, model: Llama, cache: KVCache, block_size: int) -> None:
+    def __init__(self, model: Llama, cache: KVCache, block_size: int, num_threads: int) -> None:
         self.model = model
         self.cache = cache
         self.block_size = block_size
+        self.num_threads = num_threads
 
     @torch.inference_mode()
     def execute(self, step: Sequence[ScheduledRow]) -> dict[int, int | None]:
@@ -36,6 +38,8 @@ class ModelRunner:
             By place in `step`: the sampled id of each row that samples, and None for each row whose values were not finite, sampling or not.
         """
         batch = build_batch(step, self.block_size, self.cache.dtype)
+        # A native step has its own threads; OpenMP's, which spin for milliseconds after each operator, would take their cores.
+        self._use_threads(1 if self.model.is_native(batch, self.cache) and not batch.prefills else self.num_threads)
         hidden = self.model.forward(batch, self.cache)
         places = {id(scheduled): place for place, scheduled in enumerate(step)}
         sampled: dict[int, int | None] = {}
@@ -48,6 +52,10 @@ class ModelRunner:
             for scheduled in self._clear_broken(batch, hidden):
                 sampled[places[id(scheduled)]] = None
         return sampled
+
+    def _use_threads(self, count: int) -> None:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
 
     def _clear_broken(self, batch: Batch, hidden: torch.Tensor) -> list[ScheduledRow]:
         """Rows with a token in `hidden` [num_tokens, hidden_size] that is not finite. What those tokens left in the cache is zeroed."""

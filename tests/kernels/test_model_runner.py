@@ -26,7 +26,7 @@ class Plane:
         with torch.inference_mode():
             model = Llama(open_checkpoint(directory), torch.float32, 64, lambda done: None)
         cache = KVCache(CONFIG["num_hidden_layers"], num_blocks, BLOCK_SIZE, CONFIG["num_key_value_heads"], CONFIG["head_dim"], torch.float32)
-        self.runner = ModelRunner(model, cache, BLOCK_SIZE)
+        self.runner = ModelRunner(model, cache, BLOCK_SIZE, 1)
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), 8, chunk)
         self.failed: list[str] = []
         self.answers: dict[str, list[int]] = {}

@@ -1,9 +1,9 @@
 // One decode step of a llama model on x86 CPUs with AVX-512, as one call: every row computes one token.
 //
 // PyTorch needs some fifteen operators a layer for that, and at one row their overhead costs as much as reading the
-// weights. Here a team of threads walks the layers together, parted by barriers. Activations are float32, 4-bit and
-// 8-bit weights are expanded in registers with their own scales, and sums run in an order that does not depend on the
-// number of rows: a row's result is the same to the bit in every batch.
+// weights. Here a team of threads walks the layers together, phase by phase. Activations are float32, 4-bit and 8-bit
+// weights are expanded in registers with their own scales, and sums run in an order that does not depend on the number of
+// rows: a row's result is the same to the bit in every batch.
 //
 // Plain C interface, called through ctypes (decode_step.py owns the memory and says what each array holds).
 
@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -27,68 +28,82 @@ constexpr int kRowGroup = 4;   // activation rows that share one expansion of a 
 constexpr int kQ4Bytes = 320;  // a block of a Q4 tile: 4 x 16 dwords of nibbles, 16 scales, 16 minimums (float16)
 constexpr int kQ8Bytes = 544;  // a block of a Q8 tile: 8 x 16 dwords of int8, 16 scales (float16)
 
-// Threads that run one function together, again and again. A waiting thread spins for a moment, then yields or sleeps, so
-// that a busy machine slows the team by no more than the time it takes away.
+// Waits for a condition that another thread is about to make true: spins for a moment, then gives its core away.
+template <typename Condition>
+void wait_for(Condition condition) {
+  for (int spins = 0; !condition(); ++spins) {
+    if (spins < 4000) _mm_pause();
+    else std::this_thread::yield();
+  }
+}
+
+// Threads that help the caller with one function, again and again. Nobody waits for a helper that has not begun: on a busy
+// machine the caller does the work alone rather than wait for a core.
 class Team {
  public:
   explicit Team(int size) : size_(size) {
-    for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { work(index); });
+    for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { help(index); });
   }
 
   ~Team() {
-    stop_ = true;
-    generation_.fetch_add(1);
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      generation_.fetch_add(1);
+    }
     generation_.notify_all();
     for (auto& thread : threads_) thread.join();
   }
 
   int size() const { return size_; }
 
-  // Calls job(argument, thread index) on every thread of the team and returns when all have.
+  // Calls job(argument, thread index) here and on the helpers that come in time; returns when none of them is in it.
   void run(void (*job)(void*, int), void* argument) {
-    job_ = job;
-    argument_ = argument;
-    generation_.fetch_add(1);
+    {
+      std::lock_guard lock(mutex_);
+      job_ = job;
+      argument_ = argument;
+      generation_.fetch_add(1);
+    }
     generation_.notify_all();
     job(argument, 0);
-    barrier();
-  }
-
-  // Waits until every thread of the team has come here.
-  void barrier() {
-    const uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.fetch_add(1, std::memory_order_release);
-      return;
+    {
+      std::lock_guard lock(mutex_);
+      job_ = nullptr;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins < 4000) _mm_pause();
-      else std::this_thread::yield();
-    }
+    wait_for([this] { return inside_.load(std::memory_order_acquire) == 0; });
   }
 
  private:
-  void work(int index) {
+  void help(int index) {
     uint32_t seen = 0;
     for (;;) {
-      for (int spins = 0; spins < 20000 && generation_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
+      for (int spins = 0; spins < 3000 && generation_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
       generation_.wait(seen, std::memory_order_acquire);
-      seen = generation_.load(std::memory_order_acquire);
-      if (stop_) return;
-      job_(argument_, index);
-      barrier();
+      void (*job)(void*, int);
+      void* argument;
+      {
+        std::lock_guard lock(mutex_);
+        if (stop_) return;
+        seen = generation_.load();
+        job = job_;
+        argument = argument_;
+        if (job) inside_.fetch_add(1);
+      }
+      if (!job) continue;  // it was done before this helper came
+      job(argument, index);
+      inside_.fetch_sub(1, std::memory_order_release);
     }
   }
 
   const int size_;
   std::vector<std::thread> threads_;
-  void (*job_)(void*, int) = nullptr;
+  std::mutex mutex_;
+  void (*job_)(void*, int) = nullptr;  // guarded by mutex_, as the next two
   void* argument_ = nullptr;
-  std::atomic<bool> stop_{false};
+  bool stop_ = false;
   alignas(64) std::atomic<uint32_t> generation_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
+  alignas(64) std::atomic<int> inside_{0};
 };
 
 // Activation rows with the sum of each block of 32, which the minimum of a 4-bit block multiplies.
@@ -268,12 +283,12 @@ struct Work {
   std::vector<float> qkv, attended, activated;
   std::vector<Rows> scratch;           // a thread
   std::vector<std::vector<float>> scores;  // a thread
-  std::vector<std::atomic<int>> next;  // a phase: first piece of work that nobody has taken
+  std::vector<std::atomic<int>> taken, done;  // a phase: pieces of work that somebody has begun, and has ended
   const float* head_input = nullptr;   // of a logits call: [head_rows, hidden_size]
   float* logits = nullptr;             // [head_rows, vocab_size]
   int head_rows = 0;
 
-  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), next(phases) {
+  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), taken(phases), done(phases) {
     const size_t widest = std::max({m.hidden_size, m.intermediate_size, m.num_heads * m.head_dim});
     for (auto& one : scratch) {
       one.values.resize(rows * widest);
@@ -281,12 +296,21 @@ struct Work {
     }
   }
 
-  // Hands out [0, count) in pieces to whichever thread comes first, so that a slowed core does less.
-  template <typename Each>
-  void share(int phase, int count, Each each) {
+  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
+  // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
+  // piece after it knows that the phase had not ended. Returns when every piece is done.
+  template <typename Prepare, typename Each>
+  void share(int phase, int count, Prepare prepare, Each each) {
     const int piece = std::max(1, count / (team.size() * 8));
-    for (int first; (first = next[phase].fetch_add(piece, std::memory_order_relaxed)) < count;)
-      for (int index = first; index < std::min(first + piece, count); ++index) each(index);
+    if (taken[phase].load(std::memory_order_acquire) < count) {
+      prepare();
+      for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
+        const int last = std::min(first + piece, count);
+        for (int index = first; index < last; ++index) each(index);
+        done[phase].fetch_add(last - first, std::memory_order_release);
+      }
+    }
+    wait_for([&] { return done[phase].load(std::memory_order_acquire) == count; });
   }
 };
 
@@ -366,8 +390,8 @@ AVX512 void run_layers(void* argument, int thread) {
   const int rows = s.num_rows, hidden = m.hidden_size, ffn = m.intermediate_size, q_size = m.num_heads * m.head_dim;
   const int qkv_size = q_size + 2 * m.num_kv_heads * m.head_dim;
   const auto q4 = [](const uint8_t* matrix, int tile, int cols) { return matrix + static_cast<size_t>(tile) * (cols / kBlock) * kQ4Bytes; };
-  const auto add_to_hidden = [&](int phase, const uint8_t* matrix, int cols) {
-    work.share(phase, hidden / kLanes, [&](int tile) AVX512 {
+  const auto add_to_hidden = [&](int phase, const std::vector<float>& source, const uint8_t* matrix, int cols) {
+    work.share(phase, hidden / kLanes, [&] { copy_rows(source, rows, cols, in); }, [&](int tile) AVX512 {
       tile_rows(kQ4Tiles, q4(matrix, tile, cols), in, rows, cols, [&](int row, __m512 y) AVX512 {
         float* at = s.hidden + static_cast<size_t>(row) * hidden + tile * kLanes;
         _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), y));
@@ -377,19 +401,13 @@ AVX512 void run_layers(void* argument, int thread) {
   int phase = 0;
   for (int index = 0; index < m.num_layers; ++index) {
     const PocketLayer& layer = m.layers[index];
-    rms_norm(s.hidden, layer.input_norm, m.rms_norm_eps, rows, hidden, in);
-    work.share(phase++, qkv_size / kLanes, [&](int tile) AVX512 {
+    work.share(phase++, qkv_size / kLanes, [&] { rms_norm(s.hidden, layer.input_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
       tile_rows(kQ4Tiles, q4(layer.qkv, tile, hidden), in, rows, hidden,
                 [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.qkv.data() + static_cast<size_t>(row) * qkv_size + tile * kLanes, y); });
     });
-    work.team.barrier();
-    work.share(phase++, rows * m.num_heads, [&](int task) { attend(work, layer, task / m.num_heads, task % m.num_heads, work.scores[thread]); });
-    work.team.barrier();
-    copy_rows(work.attended, rows, q_size, in);
-    add_to_hidden(phase++, layer.output, q_size);
-    work.team.barrier();
-    rms_norm(s.hidden, layer.post_attention_norm, m.rms_norm_eps, rows, hidden, in);
-    work.share(phase++, ffn / kLanes, [&](int tile) AVX512 {
+    work.share(phase++, rows * m.num_heads, [] {}, [&](int task) { attend(work, layer, task / m.num_heads, task % m.num_heads, work.scores[thread]); });
+    add_to_hidden(phase++, work.attended, layer.output, q_size);
+    work.share(phase++, ffn / kLanes, [&] { rms_norm(s.hidden, layer.post_attention_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
       float* to = work.activated.data() + tile * kLanes;
       tile_rows(kQ4Tiles, q4(layer.gate_up, tile, hidden), in, rows, hidden, [&](int row, __m512 gate) AVX512 {
         const __m512 one = _mm512_set1_ps(1.0f);
@@ -400,10 +418,7 @@ AVX512 void run_layers(void* argument, int thread) {
         _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), up));
       });
     });
-    work.team.barrier();
-    copy_rows(work.activated, rows, ffn, in);
-    add_to_hidden(phase++, layer.down, ffn);
-    work.team.barrier();
+    add_to_hidden(phase++, work.activated, layer.down, ffn);
   }
 }
 
@@ -411,8 +426,7 @@ AVX512 void run_head(void* argument, int thread) {
   Work& work = *static_cast<Work*>(argument);
   const PocketModel& m = work.model;
   Rows& in = work.scratch[thread];
-  rms_norm(work.head_input, m.norm, m.rms_norm_eps, work.head_rows, m.hidden_size, in);
-  work.share(0, m.vocab_size / kLanes, [&](int tile) AVX512 {
+  work.share(0, m.vocab_size / kLanes, [&] { rms_norm(work.head_input, m.norm, m.rms_norm_eps, work.head_rows, m.hidden_size, in); }, [&](int tile) AVX512 {
     tile_rows(kQ8Tiles, m.head + static_cast<size_t>(tile) * (m.hidden_size / kBlock) * kQ8Bytes, in, work.head_rows, m.hidden_size,
               [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.logits + static_cast<size_t>(row) * m.vocab_size + tile * kLanes, y); });
   });

@@ -163,12 +163,16 @@ class Llama:
         others = [self._embedding, *(part for part in (self._head, self._decode_step) if part is not None)]
         return layers + sum(part.num_bytes for part in others)
 
+    def is_native(self, batch: Batch, cache: KVCache) -> bool:
+        """Whether the rows of `batch` that decode run in the native step."""
+        return self._decode_step is not None and cache.dtype == torch.bfloat16 and batch.num_decode > 0
+
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Compute a step's tokens, writing their keys and values to `cache`. Returns [num_tokens, hidden_size] float32."""
         cos, sin = self._rope.at(batch.positions)
         hidden = self._embedding(batch.token_ids)
         count = batch.num_decode
-        if self._decode_step is None or cache.dtype != torch.bfloat16 or not count:
+        if self._decode_step is None or not self.is_native(batch, cache):
             self._run_layers(hidden, cos, sin, batch, cache)
             return hidden
         self._decode_step.layers(hidden[:count], cos[:count, 0], sin[:count, 0], batch.decode_tables, batch.decode_lengths, cache.blocks)
