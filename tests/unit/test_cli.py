@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -316,6 +317,8 @@ def test_chat_on_a_terminal() -> None:
         """Read until `pattern` shows up in what has not been waited for yet."""
         nonlocal seen
         while not (match := re.search(pattern, seen)):
+            ready, _, _ = select.select([terminal], [], [], 20)
+            assert ready, f"{pattern!r} did not come; what did is {seen!r}"
             seen += os.read(terminal, 10_000).decode()
         seen = seen[match.end() :]
 
@@ -327,8 +330,10 @@ def test_chat_on_a_terminal() -> None:
         os.write(terminal, b"\x03")  # stops the answer
         wait_for(r"\(stopped\)")
         wait_for("> ")
+        time.sleep(0.3)  # a Ctrl-C between readline's prompt and its wait for a key is only seen at the next key
         os.write(terminal, b"\x03")  # at the prompt: no answer to stop, and no reason to leave
         wait_for("Ctrl-D or /quit leaves.")
+        wait_for("> ")
         os.write(terminal, b"/set max_tokens 3\nHi\n")
         wait_for(r"\(3 tokens, ")
         wait_for("> ")
