@@ -17,8 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import chat_body
-from test_chat import events
+
+from tests.fake_serving import chat_body
+from tests.server.test_chat import events
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = "/v1/chat/completions"
