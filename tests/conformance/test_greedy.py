@@ -12,6 +12,7 @@ from pocketllm.config import EngineArgs
 from pocketllm.generation import GenerationService, TokenStream
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
+from pocketllm.torch_engine.layers.linear import has_bfloat16_units, has_float16_packing
 from tests.conformance.llama_oracle import Oracle
 
 NEW_TOKENS = 16
@@ -21,15 +22,15 @@ ALLOWANCE = {"float32": 0.0, "auto": 0.1}  # nats; see decisions on what counts 
 @contextmanager
 def opened(model: Path, dtype: str, **options: object) -> Iterator[GenerationService]:
     one_thread = {"num_threads": 1}  # threads that share a core wait for each other at every operator
-    service = GenerationService.open(EngineArgs(model=str(model), dtype=dtype, max_model_len=1024, backend_options=one_thread, **options))
+    service = GenerationService.open(EngineArgs(**{"model": str(model), "dtype": dtype, "max_model_len": 1024, "backend_options": one_thread, **options}))
     try:
         yield service
     finally:
         service.close()
 
 
-def start(service: GenerationService, prompt: list[int]) -> TokenStream:
-    return service.stream(GenerationRequest(tuple(prompt), SamplingParams(max_tokens=NEW_TOKENS, temperature=0), new_request_id("test")))
+def start(service: GenerationService, prompt: list[int], max_tokens: int = NEW_TOKENS) -> TokenStream:
+    return service.stream(GenerationRequest(tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0), new_request_id("test")))
 
 
 def alone(service: GenerationService, prompts: list[list[int]]) -> list[list[int]]:
@@ -46,8 +47,8 @@ def staggered(service: GenerationService, prompts: list[list[int]]) -> list[list
     return [head + [token_id for event in stream for token_id in event.token_ids] for head, stream in zip(heads, streams, strict=True)]
 
 
-def together(service: GenerationService, prompts: list[list[int]]) -> list[list[int]]:
-    streams = [start(service, prompt) for prompt in prompts]
+def together(service: GenerationService, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    streams = [start(service, prompt, max_tokens) for prompt in prompts]
     return [list(stream.result().token_ids) for stream in streams]
 
 
@@ -80,10 +81,15 @@ def test_staggered_batch_of_8(default_model: Path, oracle: Oracle, prompt_ids: l
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_preempted(default_model: Path, oracle: Oracle, prompt_ids: list[list[int]], dtype: str, prefix_caching: bool) -> None:
-    value_bytes = 4 if dtype == "float32" else 2
-    one_context = 1024 * 30 * 2 * 3 * 64 * value_bytes
-    with opened(default_model, dtype, kv_cache_memory=one_context, enable_prefix_caching=prefix_caching) as service:
-        answers = together(service, prompt_ids)
-        assert service.stats().preemptions > 0
-        assert service.stats().kv_blocks_used == 0
-    check(oracle, prompt_ids, answers, dtype)
+    # Short and long prompts by turns, and blocks for little more than the longest: rows of 2 to 500 tokens are preempted.
+    order = [index for pair in zip(range(10), range(19, 9, -1), strict=True) for index in pair]
+    mixed = [prompt_ids[index] for index in order]
+    value_bytes = 2 if dtype == "auto" and (has_bfloat16_units() or has_float16_packing()) else 4
+    memory = 34 * 16 * 30 * 2 * 3 * 64 * value_bytes  # 34 blocks of 16 tokens; 30 layers, keys and values, 3 heads of 64 values
+    with opened(default_model, dtype, max_model_len=34 * 16, kv_cache_memory=memory, enable_prefix_caching=prefix_caching) as service:
+        answers = together(service, mixed, max_tokens=24)
+        stats = service.stats()
+    assert stats.preemptions >= 3
+    assert stats.kv_blocks_total == 34
+    assert stats.kv_blocks_used == 0
+    check(oracle, mixed, answers, dtype)

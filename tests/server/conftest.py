@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fake_serving import LiveServer, StartServer, fake, make_service
 
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.config import ServerArgs
 from pocketllm.server.app import create_app
 from pocketllm.server.run import bind, url_of
+from tests.fake_serving import LiveServer, StartServer, fake, make_service
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ import sys
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fake_serving import fake, make_service
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pocketllm.backends.base import ProgressCallback
 from pocketllm.config import ServerArgs
 from pocketllm.errors import ConfigurationError, PocketLLMError
 from pocketllm.generation import GenerationService
 from pocketllm.server.run import serve
+from tests.fake_serving import fake, make_service
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])

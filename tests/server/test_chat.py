@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from fake_serving import call, chat_body, fake, in_process, make_service
 
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.sampling_params import SamplingParams
+from tests.fake_serving import call, chat_body, fake, in_process, make_service
 
 CHAT = "/v1/chat/completions"
 

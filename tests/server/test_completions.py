@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from fake_serving import call, fake
-from test_chat import events
+
+from tests.fake_serving import call, fake
+from tests.server.test_chat import events
 
 PATH = "/v1/completions"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import call, chat_body, eventually, fake, in_process, make_service
-from test_chat import events
 
 from pocketllm.config import ServerArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService
 from pocketllm.server.app import create_app
+from tests.fake_serving import call, chat_body, eventually, fake, in_process, make_service
+from tests.server.test_chat import events
 
 CHAT = "/v1/chat/completions"
 

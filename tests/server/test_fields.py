@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import chat_body, fake, in_process
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields, summary
+from tests.fake_serving import chat_body, fake, in_process
 
 # field: (endpoints, accepted values, refused values)
 CASES: dict[str, tuple[tuple[Endpoint, ...], list[Any], list[Any]]] = {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,41 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import chat_body
-from test_chat import events
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.fake_serving import chat_body
+from tests.server.test_chat import events
+from tests.server_process import ServerProcess
+
 CHAT = "/v1/chat/completions"
-
-
-class Process:
-    """A running server process and what it says on stderr."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("fake_server.py")), json.dumps(options)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-
-    def wait_for(self, pattern: str, seconds: float = 20) -> str:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match[1] if match.re.groups else match[0]
-            time.sleep(0.01)
-        raise AssertionError(f"no line has {pattern!r}: {self.lines}")
-
-    def end(self, seconds: float = 20) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(5)
-        return code
 
 
 def wait_until_running(url: str, count: int) -> None:
@@ -63,18 +32,16 @@ def wait_until_running(url: str, count: int) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Any]:
-    running: list[Process] = []
+    running: list[ServerProcess] = []
 
-    def begin(**options: Any) -> Process:
+    def begin(**options: Any) -> ServerProcess:
         options["server"] = {"port": 0, **options.get("server", {})}
-        running.append(Process(options))
+        running.append(ServerProcess(str(Path(__file__).with_name("fake_server.py")), json.dumps(options)))
         return running[-1]
 
     yield begin
     for one in running:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
+        one.kill()
 
 
 def test_start_says_where_and_how_and_sigterm_exits_0(start: Any) -> None:

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from fake_serving import LiveServer, StartServer, chat_body, fake
+
+from tests.fake_serving import LiveServer, StartServer, chat_body, fake
 
 CHAT = "/v1/chat/completions"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_serving import call, chat_body, eventually, fake, in_process
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fake_serving import call, chat_body, eventually, fake, in_process
 
 CHAT = "/v1/chat/completions"
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import fake, make_service
 
 import pocketllm
 from pocketllm.backends.base import LoadProgress
@@ -32,6 +31,7 @@ from pocketllm.config import EngineArgs, ServerArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService
 from pocketllm.llm import LLM
+from tests.fake_serving import fake, make_service
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -265,8 +265,8 @@ def test_settings_know_their_names() -> None:
 
 SERVE = """
 import sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from fake_serving import fake, make_service
+sys.path.insert(0, {root!r})
+from tests.fake_serving import fake, make_service
 from pocketllm.generation import GenerationService
 GenerationService.open = lambda args, progress=None: make_service(fake(context_length=args.max_model_len), progress)
 from pocketllm.cli.main import main
@@ -275,7 +275,7 @@ sys.exit(main(["serve", "--port", "0", "--max-model-len", "77"]))
 
 
 def test_serve_shows_how_far_it_is_and_uses_the_flags() -> None:
-    code = SERVE.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    code = SERVE.format(root=str(ROOT))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -297,8 +297,8 @@ def test_serve_shows_how_far_it_is_and_uses_the_flags() -> None:
 TALK = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C on the terminal is a signal to this process
-sys.path[:0] = [{root!r}, {tests!r}]
-from fake_serving import fake, make_service
+sys.path.insert(0, {root!r})
+from tests.fake_serving import fake, make_service
 from pocketllm.generation import GenerationService
 GenerationService.open = lambda args, progress=None: make_service(fake(tokens_per_second=50), progress)
 from pocketllm.cli.main import main
@@ -307,7 +307,7 @@ sys.exit(main(["chat", "--temperature", "0", "--max-tokens", "400"]))
 
 
 def test_chat_on_a_terminal() -> None:
-    code = TALK.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    code = TALK.format(root=str(ROOT))
     terminal, inner = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
     os.close(inner)

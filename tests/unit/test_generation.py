@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_serving import fake, make_service
 
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, ContextLengthExceededError, PocketLLMError, RequestCancelledError
 from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import SamplingParams
+from tests.fake_serving import fake, make_service
 
 Open = Callable[..., GenerationService]
 
