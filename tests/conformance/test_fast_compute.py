@@ -26,12 +26,14 @@ MAX_ROWS = 32
 class TeacherForced:
     """The default compute's model behind a real scheduler, fed with given ids instead of what it would sample."""
 
-    def __init__(self, path: Path) -> None:
-        args = EngineArgs(model=str(path), max_model_len=512, max_batch_size=MAX_ROWS, backend_options={"num_threads": 1})
+    def __init__(self, path: Path, *, native_decode: bool) -> None:
+        plane = {"num_threads": 1, "native_decode": native_decode}
+        args = EngineArgs(model=str(path), max_model_len=512, max_batch_size=MAX_ROWS, backend_options=plane)
         backend = TorchBackend(args, open_checkpoint(path, "auto"))
         scheduler, runner = backend._build(lambda _progress: None)  # what the engine thread builds, here without that thread
         self._model, self._cache, self._num_blocks = runner.model, runner.cache, scheduler.pool.num_blocks
-        self.dtype = backend.capabilities.details["compute_dtype"]
+        details = backend.capabilities.details
+        self.compute = f"{details['compute_dtype']}, native decode: {details['native_decode']}"
 
     @torch.inference_mode()
     def best_ids(self, texts: Sequence[list[int]], *, given: int | None, chunk: int = 0) -> list[list[int]]:
@@ -71,10 +73,10 @@ class TeacherForced:
         return text[length] if length < len(text) else 0  # past the end the id is not computed any more
 
 
-@pytest.fixture(scope="module")
-def model(default_model: Path) -> TeacherForced:
+@pytest.fixture(scope="module", params=[True, False], ids=["native", "operators"])
+def model(default_model: Path, request: pytest.FixtureRequest) -> TeacherForced:
     torch.set_num_threads(1)
-    return TeacherForced(default_model)
+    return TeacherForced(default_model, native_decode=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +104,11 @@ def check_agreement(oracle: Oracle, texts: Sequence[list[int]], best_ids: Sequen
 
 @pytest.mark.parametrize("chunk", [0, 200])
 def test_prefill(oracle: Oracle, model: TeacherForced, texts: list[list[int]], chunk: int) -> None:
-    check_agreement(oracle, texts, model.best_ids(texts, given=None, chunk=chunk), f"prefill in chunks of {chunk or 'any size'}, {model.dtype}")
+    check_agreement(oracle, texts, model.best_ids(texts, given=None, chunk=chunk), f"prefill in chunks of {chunk or 'any size'}, {model.compute}")
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 180), (4, 80), (8, 80)])
 def test_decode(oracle: Oracle, model: TeacherForced, texts: list[list[int]], rows: int, length: int) -> None:
     """Few rows read the 4-bit weights where the processor has them, many the 16-bit ones."""
     cut = [text[:length] for text in [*texts[-6:], *texts[-8:-6]][:rows]]
-    check_agreement(oracle, cut, model.best_ids(cut, given=1), f"decode of {rows} rows, {model.dtype}")
+    check_agreement(oracle, cut, model.best_ids(cut, given=1), f"decode of {rows} rows, {model.compute}")
