@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,11 +43,18 @@ class GGUFFile:
         metadata: every key of the header with its value as a plain Python value; arrays are lists.
         tensors: tensors by name, in the file's order. `shape` is ggml's, the fastest dimension first; `data` of a quantized tensor is
             uint8 [rows, bytes of a row].
+        mapping: the mapped file, which all tensors view.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, ReaderTensor]
+    mapping: mmap.mmap
+
+    def release_pages(self) -> None:
+        """Give back the memory that pages of the file take, for when every tensor has been read. The tensors stay readable."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows, whose working set is trimmed by the system
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class _Malformed(ValueError):
@@ -205,7 +213,9 @@ def open_gguf(path: Path) -> GGUFFile:
         raise ConfigurationError(f"{path} is truncated or corrupt: {error}. Download it again.", param="model") from None
     except (ValueError, LookupError, ArithmeticError, TypeError, MemoryError, struct.error) as error:
         raise ConfigurationError(f"{path} is not a valid GGUF file: {_reason(error)}. Download it again.", param="model") from None
-    return GGUFFile(path, reader.metadata, {tensor.name: tensor for tensor in reader.tensors})
+    mapping = reader.data.base
+    assert isinstance(mapping, mmap.mmap)
+    return GGUFFile(path, reader.metadata, {tensor.name: tensor for tensor in reader.tensors}, mapping)
 
 
 def _reason(error: BaseException) -> str:

@@ -90,7 +90,7 @@ class Weights:
         return StoredTensor(stored, info.type, shape, data.reshape(shape[0], -1), None)
 
     def finish(self) -> None:
-        """Check that every tensor of the file was taken.
+        """Check that every tensor of the file was taken, and let go of the files.
 
         Raises:
             ConfigurationError: naming the first of those left.
@@ -104,6 +104,8 @@ class Weights:
                 param="model",
             )
         self._open_files.clear()
+        if self._checkpoint.gguf is not None:
+            self._checkpoint.gguf.release_pages()
 
     def _read(self, file: Path, name: str) -> torch.Tensor:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 import time
 from pathlib import Path
@@ -56,6 +57,27 @@ def test_the_default_model_opens_fast_and_equals_the_package(default_model):
             other.data_offset,
             other.data.shape,
         )
+
+
+def resident_kib(array: np.ndarray) -> int:
+    """Memory that the mapping which holds `array` takes in this process."""
+    address = array.__array_interface__["data"][0]
+    parts = re.split(r"^([0-9a-f]+)-([0-9a-f]+) .*$", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    (facts,) = [facts for start, end, facts in zip(parts[1::3], parts[2::3], parts[3::3], strict=True) if int(start, 16) <= address < int(end, 16)]
+    return int(re.search(r"^Rss:\s+(\d+) kB", facts, re.MULTILINE)[1])
+
+
+def test_released_pages_can_be_read_again(default_model):
+    file = open_gguf(default_model)
+    tensor = file.tensors["token_embd.weight"].data
+    before = int(tensor.sum(dtype=np.int64))
+    has_smaps = Path("/proc/self/smaps").exists()
+    if has_smaps:
+        assert resident_kib(tensor) >= tensor.nbytes // 1024
+    file.release_pages()
+    if has_smaps:
+        assert resident_kib(tensor) == 0
+    assert int(tensor.sum(dtype=np.int64)) == before
 
 
 def test_alignment_is_read_from_the_file(write_gguf):
