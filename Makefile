@@ -4,7 +4,7 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 
-NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/decode_step.cpp
+NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/native.cpp
 
 export PYTHON VENV
 

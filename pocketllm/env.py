@@ -1,4 +1,4 @@
-"""The one place that reads environment variables."""
+"""The one place that reads or sets environment variables."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def cache_dir() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pocketllm"
+
+
+def rest_openmp_threads() -> None:
+    """Let OpenMP's threads sleep between operators instead of spinning, unless the user has said otherwise. Works before torch is imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -64,6 +64,6 @@ cmake -S "$source" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LI
 if [ "${CONFIGURE_ONLY:-0}" = 1 ]; then
   exit 0
 fi
-cmake --build "$work/build" --parallel --target llama-bench llama-batched-bench
+cmake --build "$work/build" --parallel "$(nproc)" --target llama-bench llama-batched-bench
 cp "$work/build/bin/llama-bench" "$work/build/bin/llama-batched-bench" "$out/"
 echo "build_llama_cpp: ready in $out"

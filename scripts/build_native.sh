@@ -14,8 +14,8 @@ skip() {
   exit "${NATIVE_REQUIRED:-0}"
 }
 
-[ "$(uname -m)" = x86_64 ] || skip "the native decode step is for x86-64 processors"
-command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) decoding is about twice as fast"
+[ "$(uname -m)" = x86_64 ] || skip "the native kernels are for x86-64 processors"
+command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run faster"
 cmake=$(command -v cmake || true)
 if [ -z "$cmake" ] || [ -z "$(command -v make || command -v ninja || true)" ]; then
   "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja
@@ -24,4 +24,4 @@ if [ -z "$cmake" ] || [ -z "$(command -v make || command -v ninja || true)" ]; t
 fi
 "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" >/dev/null
 "$cmake" --build build/native >/dev/null
-echo "build_native: $target/libpocketllm_decode_step.so"
+echo "build_native: $target/libpocketllm_native.so"

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from pocketllm import env
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +23,15 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.scheduler import Scheduler
 
 BLOCK_SIZE = 16
-_OPTIONS = ("num_threads", "native_decode")
+_OPTIONS = ("num_threads", "native_kernels")
 
 
 class TorchBackend(Backend):
     """One checkpoint on PyTorch.
 
     Args:
-        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores], and native_decode, whether to use the
-            native decode step where it is built and suits the model [true].
+        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores], and native_kernels, whether
+            dtype auto may use the native kernels where they are built and suit the model [true].
         checkpoint: an open checkpoint whose architecture this plane runs.
 
     Raises:
@@ -41,7 +43,7 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
-        self._num_threads, self._native_decode = _plane_options(args)
+        self._num_threads, self._native_kernels = _plane_options(args)
         self._context_length = _context_length(args, checkpoint)
         self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
 
@@ -51,6 +53,8 @@ class TorchBackend(Backend):
 
     def load(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))
+        if self._args.dtype == "auto" and self._native_kernels and NATIVE_LIBRARY.exists():
+            env.rest_openmp_threads()  # spinning, they would take the cores of the native kernels' own threads
         from pocketllm.torch_engine.engine import Engine
 
         self._engine = Engine(lambda: self._build(progress))
@@ -77,7 +81,7 @@ class TorchBackend(Backend):
             progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
 
         with torch.inference_mode():
-            model = Llama(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_decode else 0)
+            model = Llama(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
             cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
         self._capabilities = replace(
@@ -85,9 +89,9 @@ class TorchBackend(Backend):
             chunked_prefill=args.prefill_chunk_tokens > 0,
             prefix_caching=args.enable_prefix_caching,
             details={
-                "compute_dtype": str(dtype).removeprefix("torch."),
+                "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
                 "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
-                "native_decode": model.native_unsuited or "in use",
+                "native_kernels": model.native_unsuited or "in use",
                 "weight_bytes": model.num_bytes,
                 "kv_cache_bytes": cache.num_bytes,
                 "kv_blocks": num_blocks,
@@ -142,7 +146,7 @@ class TorchBackend(Backend):
 
 
 def _plane_options(args: EngineArgs) -> tuple[int, bool]:
-    """num_threads and native_decode of `backend_options`."""
+    """num_threads and native_kernels of `backend_options`."""
     options: dict[str, Any] = dict(args.backend_options)
     for name in options:
         if name not in _OPTIONS:
@@ -152,9 +156,9 @@ def _plane_options(args: EngineArgs) -> tuple[int, bool]:
     threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ConfigurationError(f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")
-    native = options.get("native_decode", True)
+    native = options.get("native_kernels", True)
     if not isinstance(native, bool):
-        raise ConfigurationError(f'"native_decode" = {native!r} in "backend_options" is not valid: send true or false.', param="backend_options")
+        raise ConfigurationError(f'"native_kernels" = {native!r} in "backend_options" is not valid: send true or false.', param="backend_options")
     return threads, native
 
 
@@ -170,13 +174,14 @@ def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
     return args.max_model_len
 
 
-def _compute_dtype(name: str) -> torch.dtype:
+def _compute_dtype(name: str) -> torch.dtype | None:
+    """The dtype that was asked for; None leaves the choice to the model."""
     import torch
 
     from pocketllm.torch_engine.layers.linear import has_bfloat16_units, has_float16_packing
 
     if name == "auto":
-        return torch.bfloat16 if has_bfloat16_units() else torch.float16 if has_float16_packing() else torch.float32
+        return None
     if name == "bfloat16" and not has_bfloat16_units():
         raise UnsupportedFeatureError('"dtype" = "bfloat16" needs a processor with AVX-512 BF16 or AMX: use "float16" or "float32".', param="dtype")
     if name == "float16" and not has_float16_packing():
@@ -184,7 +189,9 @@ def _compute_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _kv_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+def _kv_dtype(name: str, compute: torch.dtype | None) -> torch.dtype:
     import torch
 
-    return compute if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    from pocketllm.torch_engine.layers.linear import default_dtype
+
+    return compute or default_dtype() if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -26,14 +26,14 @@ MAX_ROWS = 32
 class TeacherForced:
     """The default compute's model behind a real scheduler, fed with given ids instead of what it would sample."""
 
-    def __init__(self, path: Path, *, native_decode: bool) -> None:
-        plane = {"num_threads": 1, "native_decode": native_decode}
+    def __init__(self, path: Path, *, native_kernels: bool) -> None:
+        plane = {"num_threads": 1, "native_kernels": native_kernels}
         args = EngineArgs(model=str(path), max_model_len=512, max_batch_size=MAX_ROWS, backend_options=plane)
         backend = TorchBackend(args, open_checkpoint(path, "auto"))
         scheduler, runner = backend._build(lambda _progress: None)  # what the engine thread builds, here without that thread
         self._model, self._cache, self._num_blocks = runner.model, runner.cache, scheduler.pool.num_blocks
         details = backend.capabilities.details
-        self.compute = f"{details['compute_dtype']}, native decode: {details['native_decode']}"
+        self.compute = f"{details['compute_dtype']}, native kernels: {details['native_kernels']}"
 
     @torch.inference_mode()
     def best_ids(self, texts: Sequence[list[int]], *, given: int | None, chunk: int = 0) -> list[list[int]]:
@@ -76,7 +76,7 @@ class TeacherForced:
 @pytest.fixture(scope="module", params=[True, False], ids=["native", "operators"])
 def model(default_model: Path, request: pytest.FixtureRequest) -> TeacherForced:
     torch.set_num_threads(1)
-    return TeacherForced(default_model, native_decode=request.param)
+    return TeacherForced(default_model, native_kernels=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,19 @@ from pocketllm.config import EngineArgs
 from pocketllm.generation import GenerationService, TokenStream
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
-from pocketllm.torch_engine.layers.linear import has_bfloat16_units, has_float16_packing
+from pocketllm.torch_engine.layers.linear import has_float16_packing
 from tests.conformance.llama_oracle import Oracle
 
 NEW_TOKENS = 16
 ALLOWANCE = {"float32": 0.0, "auto": 0.1, "operators": 0.1}  # nats, between the oracle's two best tokens where an answer first differs
-COMPUTES = pytest.mark.parametrize("compute", list(ALLOWANCE))  # "operators": as auto, without the native decode step
+COMPUTES = pytest.mark.parametrize("compute", list(ALLOWANCE))  # "operators": as auto, without the native kernels
 
 
 @contextmanager
 def opened(model: Path, compute: str, **options: object) -> Iterator[GenerationService]:
     dtype = "float32" if compute == "float32" else "auto"
     # One thread: threads that share a core wait for each other at every operator.
-    plane = {"num_threads": 1, "native_decode": compute != "operators"}
+    plane = {"num_threads": 1, "native_kernels": compute != "operators"}
     service = GenerationService.open(EngineArgs(**{"model": str(model), "dtype": dtype, "max_model_len": 1024, "backend_options": plane, **options}))
     try:
         yield service
@@ -87,7 +87,7 @@ def test_preempted(default_model: Path, oracle: Oracle, prompt_ids: list[list[in
     # Short and long prompts by turns, and blocks for little more than the longest: rows of 2 to 500 tokens are preempted.
     order = [index for pair in zip(range(10), range(19, 9, -1), strict=True) for index in pair]
     mixed = [prompt_ids[index] for index in order]
-    value_bytes = 2 if compute != "float32" and (has_bfloat16_units() or has_float16_packing()) else 4
+    value_bytes = 2 if compute != "float32" and (has_float16_packing()) else 4
     memory = 34 * 16 * 30 * 2 * 3 * 64 * value_bytes  # 34 blocks of 16 tokens; 30 layers, keys and values, 3 heads of 64 values
     with opened(default_model, compute, max_model_len=34 * 16, kv_cache_memory=memory, enable_prefix_caching=prefix_caching) as service:
         answers = together(service, mixed, max_tokens=24)

@@ -1,12 +1,11 @@
-"""Linear layers, each in the fastest CPU layout that its weights allow.
-
-Three layouts, chosen when the model loads by the compute dtype:
+"""Linear layers as torch operators, each in the fastest CPU layout that its compute dtype allows.
 
 - float32: the dequantized matrix, the reference.
+- float16: FBGEMM's packed order, multiplied in float32: it rounds weights to 11 bits, and nothing else. The default where the
+  native kernels don't suit, and the output head under bfloat16, whose float32 results keep close tokens apart.
 - bfloat16: the matrix in oneDNN's packed order (AMX or AVX-512 BF16), and beside it, for 4-bit weights, the nibbles in
-  PyTorch's int4 layout, which a step of few rows reads instead since it is bound by memory.
-- float16: FBGEMM's packed order, multiplied in float32; for processors without bfloat16 units, and for output heads,
-  whose float32 results keep close tokens apart.
+  PyTorch's int4 layout, which a step of few rows reads instead since it is bound by memory. The fastest for prompts, and the
+  coarsest: weights, activations and results are rounded to 8 bits at every layer.
 """
 
 from __future__ import annotations
@@ -82,13 +81,17 @@ def has_float16_packing() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def build_linear(tensors: Sequence[StoredTensor], dtype: torch.dtype, *, int4: bool = True) -> Linear:
+def default_dtype() -> torch.dtype:
+    """The fast compute that keeps to float32's choice of tokens: float16 weights, else float32."""
+    return torch.float16 if has_float16_packing() else torch.float32
+
+
+def build_linear(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> Linear:
     """One layer for matrices that share their input, their rows stacked in order.
 
     Args:
         tensors: each [out, in].
         dtype: float32, bfloat16 or float16, as the module describes them.
-        int4: keep 4-bit weights beside bfloat16 ones, for steps of few rows.
     """
     weight = torch.cat([tensor.float() for tensor in tensors])
     if dtype == torch.float32:
@@ -96,7 +99,7 @@ def build_linear(tensors: Sequence[StoredTensor], dtype: torch.dtype, *, int4: b
     if dtype == torch.float16:
         return Float16Linear(weight)
     packed = None
-    if int4 and len({tensor.type for tensor in tensors}) == 1 and can_pack(tensors[0].type, tuple(weight.shape)):
+    if len({tensor.type for tensor in tensors}) == 1 and can_pack(tensors[0].type, tuple(weight.shape)):
         packed = pack_int4(tensors[0].type, np.concatenate([tensor.blocks for tensor in tensors if tensor.blocks is not None]))
     return BFloat16Linear(weight, packed)
 

@@ -10,11 +10,11 @@ import torch
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.torch_engine.batch import Batch
-from pocketllm.torch_engine.kernels.decode_step import DecodeLayer, DecodeStep, pack_q4, pack_q8, unsuited
+from pocketllm.torch_engine.kernels.native import DecodeLayer, DecodeStep, Q4Linear, Team, pack_q4, pack_q8, unsuited
 from pocketllm.torch_engine.layers.activation import silu_and_mul
 from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
 from pocketllm.torch_engine.layers.embedding import Embedding
-from pocketllm.torch_engine.layers.linear import Linear, build_head, build_linear
+from pocketllm.torch_engine.layers.linear import Linear, build_head, build_linear, default_dtype
 from pocketllm.torch_engine.layers.norm import RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.weights import StoredTensor, Weights
@@ -90,8 +90,8 @@ class _StoredLayer:
     def linears(self) -> list[StoredTensor]:
         return [*self.qkv, self.output, *self.gate_up, self.down]
 
-    def native(self) -> DecodeLayer:
-        """The layer in the layout of the native decode step."""
+    def packed(self) -> DecodeLayer:
+        """The layer in the layout of the native kernels."""
         norms = (self.input_norm.float().numpy(), self.post_attention_norm.float().numpy())
         return DecodeLayer(*norms, pack_q4(self.qkv), pack_q4([self.output]), pack_q4(self.gate_up), pack_q4([self.down]))
 
@@ -111,61 +111,67 @@ class Llama:
 
     Args:
         checkpoint: an open llama checkpoint.
-        dtype: compute dtype, as layers/linear.py describes them; the residual stream and the logits are float32 under each.
+        dtype: compute dtype, as layers/linear.py describes them; the residual stream and the logits are float32 under each. None is
+            the native kernels where they suit the checkpoint, else the most exact of the fast ones.
         max_model_len: positions are below this.
         on_layer: called after each loaded layer with the number loaded.
-        native_threads: threads of the native decode step; 0 is without it.
+        native_threads: threads of the native kernels; 0 is without them.
 
     Raises:
         ConfigurationError: a tensor is missing, left over, or has another shape than the config says.
         UnsupportedFeatureError: the config asks for a variant that this model does not compute.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
+    ) -> None:
         self.config = config = LlamaConfig.from_checkpoint(checkpoint)
-        self.activation_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         weights = Weights(checkpoint, gguf_name, _IGNORED)
         table = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         head = table if config.tie_word_embeddings else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-        self._embedding = Embedding(table, exact=dtype == torch.float32)
         norm = weights.take("model.norm.weight", (config.hidden_size,)).float()
+        stored = [self._take_layer(weights, f"model.layers.{index}.", interleaved=checkpoint.gguf is not None) for index in range(config.num_hidden_layers)]
+        self.native_unsuited = self._native_unsuited(stored, head, dtype, native_threads)
+        team = Team(native_threads) if self.native_unsuited is None else None
+        self.compute_dtype = dtype or (torch.float32 if team is not None else default_dtype())
+        self._embedding = Embedding(table, exact=self.compute_dtype == torch.float32)
         self._norm = RMSNorm(norm, config.rms_norm_eps, torch.float32)
         self._rope = RotaryEmbedding(config.head_dim, config.rope_theta, max_model_len)
-        stored = [self._take_layer(weights, f"model.layers.{index}.", interleaved=checkpoint.gguf is not None) for index in range(config.num_hidden_layers)]
-        weights.finish()
-        self.native_unsuited = self._native_unsuited(stored, head, dtype, native_threads)
-        native: list[DecodeLayer] | None = [] if self.native_unsuited is None else None
-        self._head = build_head(head, dtype) if native is None else None
         self._layers: list[_Layer] = []
+        packed: list[DecodeLayer] = []
         for index, layer in enumerate(stored):
-            self._layers.append(self._build_layer(layer, dtype, int4=native is None))
-            if native is not None:
-                native.append(layer.native())
+            if team is None:
+                self._layers.append(self._build_layer(layer))
+            else:
+                packed.append(layer.packed())
+                self._layers.append(self._native_layer(packed[-1], team))
             on_layer(index + 1)
+        self._head = build_head(head, self.compute_dtype) if team is None else None
         self._decode_step: DecodeStep | None = None
-        if native is not None:
+        if team is not None:
             self._decode_step = DecodeStep(
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
                 intermediate_size=config.intermediate_size,
                 rms_norm_eps=config.rms_norm_eps,
-                layers=native,
+                layers=packed,
                 norm=norm.numpy(),
                 head=pack_q8(head),
-                num_threads=native_threads,
+                team=team,
             )
+        weights.finish()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights as they lie in memory."""
         layers = sum(linear.num_bytes for layer in self._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        others = [self._embedding, *(part for part in (self._head, self._decode_step) if part is not None)]
-        return layers + sum(part.num_bytes for part in others)
+        head = self._head.num_bytes if self._head is not None else self._decode_step.head_bytes if self._decode_step is not None else 0
+        return self._embedding.num_bytes + head + layers
 
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
         """Whether the rows of `batch` that decode run in the native step."""
-        return self._decode_step is not None and cache.dtype == torch.bfloat16 and batch.num_decode > 0
+        return self._decode_step is not None and cache.dtype == torch.float16 and batch.num_decode > 0
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Compute a step's tokens, writing their keys and values to `cache`. Returns [num_tokens, hidden_size] float32."""
@@ -187,12 +193,12 @@ class Llama:
         assert self._head is not None
         return self._head(self._norm(hidden))
 
-    def _native_unsuited(self, stored: list[_StoredLayer], head: StoredTensor, dtype: torch.dtype, threads: int) -> str | None:
-        """Why steps of one token a row don't run natively, or None when they do."""
+    def _native_unsuited(self, stored: list[_StoredLayer], head: StoredTensor, dtype: torch.dtype | None, threads: int) -> str | None:
+        """Why the native kernels are not used, or None when they are."""
         if not threads:
             return "turned off"
-        if dtype != torch.bfloat16:
-            return "for bfloat16 compute only"
+        if dtype is not None:
+            return "used by dtype auto only"
         return unsuited([tensor for layer in stored for tensor in layer.linears], head, self.config.head_dim)
 
     def _run_layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, cache: KVCache) -> None:
@@ -204,7 +210,7 @@ class Llama:
             rotated = rotate(qkv[:, : num_q + num_kv], cos, sin).to(cache.dtype)
             cache.write(index, batch.slot_mapping, rotated[:, num_q:], qkv[:, num_q + num_kv :].to(cache.dtype))
             attended = paged_attention(rotated[:, :num_q], cache, index, batch)
-            hidden += layer.output(attended.to(self.activation_dtype))
+            hidden += layer.output(attended.to(self._activation_dtype))
             hidden += layer.down(silu_and_mul(layer.gate_up(layer.post_attention_norm(hidden))))
 
     def _take_layer(self, weights: Weights, prefix: str, *, interleaved: bool) -> _StoredLayer:
@@ -227,16 +233,25 @@ class Llama:
             take("mlp.down_proj", hidden, ffn),
         )
 
-    def _build_layer(self, stored: _StoredLayer, dtype: torch.dtype, *, int4: bool) -> _Layer:
-        eps = self.config.rms_norm_eps
+    @property
+    def _activation_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.compute_dtype == torch.bfloat16 else torch.float32
+
+    def _build_layer(self, stored: _StoredLayer) -> _Layer:
+        eps, dtype = self.config.rms_norm_eps, self.compute_dtype
         return _Layer(
-            RMSNorm(stored.input_norm.float(), eps, self.activation_dtype),
-            build_linear(stored.qkv, dtype, int4=int4),
-            build_linear([stored.output], dtype, int4=int4),
-            RMSNorm(stored.post_attention_norm.float(), eps, self.activation_dtype),
-            build_linear(stored.gate_up, dtype, int4=int4),
-            build_linear([stored.down], dtype, int4=int4),
+            RMSNorm(stored.input_norm.float(), eps, self._activation_dtype),
+            build_linear(stored.qkv, dtype),
+            build_linear([stored.output], dtype),
+            RMSNorm(stored.post_attention_norm.float(), eps, self._activation_dtype),
+            build_linear(stored.gate_up, dtype),
+            build_linear([stored.down], dtype),
         )
+
+    def _native_layer(self, packed: DecodeLayer, team: Team) -> _Layer:
+        norms = [RMSNorm(torch.from_numpy(weight), self.config.rms_norm_eps, torch.float32) for weight in (packed.input_norm, packed.post_attention_norm)]
+        qkv, output, gate_up, down = (Q4Linear(matrix, team) for matrix in (packed.qkv, packed.output, packed.gate_up, packed.down))
+        return _Layer(norms[0], qkv, output, norms[1], gate_up, down)
 
 
 def _half_split_order(num_rows: int, head_dim: int) -> torch.Tensor:

@@ -1,13 +1,20 @@
-// One decode step of a llama model on x86 CPUs with AVX-512, as one call: every row computes one token.
+// Products with 4-bit weights on x86 CPUs with AVX-512, and one decode step of a llama model as one call.
 //
-// PyTorch needs some fifteen operators a layer for that, and at one row their overhead costs as much as reading the
+// A product of many rows runs on AMX where the processor has it. A 4-bit weight is scale * nibble + minimum, and a nibble is
+// exact in bfloat16: tiles multiply nibbles with activations that are split into two bfloat16 halves (16 bits of precision),
+// and scales and minimums are applied in float32, a block of 32 columns at a time. Nothing is rounded to bfloat16 on the way.
+//
+// In a decode step every row computes one token. PyTorch needs some fifteen operators a layer for that, and at one row their overhead costs as much as reading the
 // weights. Here a team of threads walks the layers together, phase by phase. Activations are float32, 4-bit and 8-bit
 // weights are expanded in registers with their own scales, and sums run in an order that does not depend on the number of
 // rows: a row's result is the same to the bit in every batch.
 //
-// Plain C interface, called through ctypes (decode_step.py owns the memory and says what each array holds).
+// Plain C interface, called through ctypes (native.py owns the memory and says what each array holds).
 
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -19,6 +26,8 @@
 #include <vector>
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,fma")))
+
+#define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,f16c,fma")))
 
 namespace {
 
@@ -106,6 +115,30 @@ class Team {
   alignas(64) std::atomic<int> inside_{0};
 };
 
+// Work that a team shares, phase by phase.
+struct Phases {
+  std::vector<std::atomic<int>> taken, done;  // a phase: pieces of work that somebody has begun, and has ended
+
+  explicit Phases(size_t count) : taken(count), done(count) {}
+
+  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
+  // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
+  // piece after it knows that the phase had not ended. Returns when every piece is done.
+  template <typename Prepare, typename Each>
+  void share(int team_size, int phase, int count, Prepare prepare, Each each) {
+    const int piece = std::max(1, count / (team_size * 8));
+    if (taken[phase].load(std::memory_order_acquire) < count) {
+      prepare();
+      for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
+        const int last = std::min(first + piece, count);
+        for (int index = first; index < last; ++index) each(index);
+        done[phase].fetch_add(last - first, std::memory_order_release);
+      }
+    }
+    wait_for([&] { return done[phase].load(std::memory_order_acquire) == count; });
+  }
+};
+
 // Activation rows with the sum of each block of 32, which the minimum of a 4-bit block multiplies.
 struct Rows {
   std::vector<float> values;  // [rows, cols]
@@ -131,22 +164,10 @@ AVX512 inline __m512 load_half(const uint8_t* source) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
 
-AVX512 inline __m512 load_bfloat16(const uint16_t* source) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))), 16));
-}
+AVX512 inline __m512 load_half(const uint16_t* source) { return load_half(reinterpret_cast<const uint8_t*>(source)); }
 
-inline uint16_t to_bfloat16(float value) {  // to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN stays NaN
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-inline float from_bfloat16(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
+AVX512 inline void store_half(uint16_t* target, const float* source) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(_mm512_loadu_ps(source), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 AVX512 void sum_blocks(const float* values, int rows, int cols, float* sums) {
@@ -230,13 +251,13 @@ using Tile = void (*)(const uint8_t*, const float*, const float*, int, __m512*);
 constexpr Tile kQ4Tiles[] = {q4_tile<1>, q4_tile<2>, q4_tile<3>, q4_tile<4>};
 constexpr Tile kQ8Tiles[] = {q8_tile<1>, q8_tile<2>, q8_tile<3>, q8_tile<4>};
 
-// Calls store(row, 16 outputs) for every row of `in`, in groups that share the expansion of the tile.
+// Calls store(row, 16 outputs) for every row of x, in groups that share the expansion of the tile.
 template <typename Store>
-AVX512 void tile_rows(const Tile* kernels, const uint8_t* tile, const Rows& in, int rows, int cols, Store store) {
+AVX512 void tile_rows(const Tile* kernels, const uint8_t* tile, const float* x, const float* sums, int rows, int cols, Store store) {
   for (int first = 0; first < rows; first += kRowGroup) {
     const int count = std::min(kRowGroup, rows - first);
     __m512 out[kRowGroup];
-    kernels[count - 1](tile, in.values.data() + static_cast<size_t>(first) * cols, in.sums.data() + static_cast<size_t>(first) * (cols / kBlock), cols, out);
+    kernels[count - 1](tile, x + static_cast<size_t>(first) * cols, sums + static_cast<size_t>(first) * (cols / kBlock), cols, out);
     for (int n = 0; n < count; ++n) store(first + n, out[n]);
   }
 }
@@ -252,7 +273,7 @@ struct PocketLayer {
   const uint8_t* output;             // Q4 tiles [hidden_size, num_heads * head_dim]
   const uint8_t* gate_up;            // Q4 tiles [gate | up rows, hidden_size]
   const uint8_t* down;               // Q4 tiles [hidden_size, intermediate_size]
-  uint16_t* kv;                      // bfloat16 [num_slots, 2, num_kv_heads, head_dim]
+  uint16_t* kv;                      // float16 [num_slots, 2, num_kv_heads, head_dim]
 };
 
 struct PocketModel {
@@ -283,34 +304,17 @@ struct Work {
   std::vector<float> qkv, attended, activated;
   std::vector<Rows> scratch;           // a thread
   std::vector<std::vector<float>> scores;  // a thread
-  std::vector<std::atomic<int>> taken, done;  // a phase: pieces of work that somebody has begun, and has ended
+  Phases phases;
   const float* head_input = nullptr;   // of a logits call: [head_rows, hidden_size]
   float* logits = nullptr;             // [head_rows, vocab_size]
   int head_rows = 0;
 
-  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), taken(phases), done(phases) {
+  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t num_phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), phases(num_phases) {
     const size_t widest = std::max({m.hidden_size, m.intermediate_size, m.num_heads * m.head_dim});
     for (auto& one : scratch) {
       one.values.resize(rows * widest);
       one.sums.resize(rows * widest / kBlock);
     }
-  }
-
-  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
-  // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
-  // piece after it knows that the phase had not ended. Returns when every piece is done.
-  template <typename Prepare, typename Each>
-  void share(int phase, int count, Prepare prepare, Each each) {
-    const int piece = std::max(1, count / (team.size() * 8));
-    if (taken[phase].load(std::memory_order_acquire) < count) {
-      prepare();
-      for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
-        const int last = std::min(first + piece, count);
-        for (int index = first; index < last; ++index) each(index);
-        done[phase].fetch_add(last - first, std::memory_order_release);
-      }
-    }
-    wait_for([&] { return done[phase].load(std::memory_order_acquire) == count; });
   }
 };
 
@@ -344,10 +348,10 @@ AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std:
   rotate(qkv + (m.num_heads + kv_head) * dim, cos, sin, half, key);
   const float* fresh = qkv + (m.num_heads + m.num_kv_heads + kv_head) * dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  for (int i = 0; i < dim; ++i) {
-    query[i] *= scale;
-    own_key[i] = to_bfloat16(key[i]);
-    own_value[i] = to_bfloat16(fresh[i]);
+  for (int i = 0; i < dim; ++i) query[i] *= scale;
+  for (int i = 0; i < dim; i += 16) {
+    store_half(own_key + i, key + i);
+    store_half(own_value + i, fresh + i);
   }
   if (head % group == 0) {
     uint16_t* own = slot(length - 1);
@@ -359,7 +363,7 @@ AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std:
   for (int position = 0; position < length; ++position) {
     const uint16_t* keys = position == length - 1 ? own_key : slot(position);
     __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < dim; i += 16) sum = _mm512_fmadd_ps(_mm512_load_ps(query + i), load_bfloat16(keys + i), sum);
+    for (int i = 0; i < dim; i += 16) sum = _mm512_fmadd_ps(_mm512_load_ps(query + i), load_half(keys + i), sum);
     scores[position] = _mm512_reduce_add_ps(sum);
     highest = std::max(highest, scores[position]);
   }
@@ -375,7 +379,7 @@ AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std:
   for (int position = 0; position < length; ++position) {
     const uint16_t* values = position == length - 1 ? own_value : slot(position) + value;
     const __m512 p = _mm512_set1_ps(scores[position]);
-    for (int i = 0; i < dim / 16; ++i) sums[i] = _mm512_fmadd_ps(p, load_bfloat16(values + i * 16), sums[i]);
+    for (int i = 0; i < dim / 16; ++i) sums[i] = _mm512_fmadd_ps(p, load_half(values + i * 16), sums[i]);
   }
   const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
   float* target = work.attended.data() + (static_cast<size_t>(row) * m.num_heads + head) * dim;
@@ -391,8 +395,8 @@ AVX512 void run_layers(void* argument, int thread) {
   const int qkv_size = q_size + 2 * m.num_kv_heads * m.head_dim;
   const auto q4 = [](const uint8_t* matrix, int tile, int cols) { return matrix + static_cast<size_t>(tile) * (cols / kBlock) * kQ4Bytes; };
   const auto add_to_hidden = [&](int phase, const std::vector<float>& source, const uint8_t* matrix, int cols) {
-    work.share(phase, hidden / kLanes, [&] { copy_rows(source, rows, cols, in); }, [&](int tile) AVX512 {
-      tile_rows(kQ4Tiles, q4(matrix, tile, cols), in, rows, cols, [&](int row, __m512 y) AVX512 {
+    work.phases.share(work.team.size(), phase, hidden / kLanes, [&] { copy_rows(source, rows, cols, in); }, [&](int tile) AVX512 {
+      tile_rows(kQ4Tiles, q4(matrix, tile, cols), in.values.data(), in.sums.data(), rows, cols, [&](int row, __m512 y) AVX512 {
         float* at = s.hidden + static_cast<size_t>(row) * hidden + tile * kLanes;
         _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), y));
       });
@@ -401,19 +405,19 @@ AVX512 void run_layers(void* argument, int thread) {
   int phase = 0;
   for (int index = 0; index < m.num_layers; ++index) {
     const PocketLayer& layer = m.layers[index];
-    work.share(phase++, qkv_size / kLanes, [&] { rms_norm(s.hidden, layer.input_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
-      tile_rows(kQ4Tiles, q4(layer.qkv, tile, hidden), in, rows, hidden,
+    work.phases.share(work.team.size(), phase++, qkv_size / kLanes, [&] { rms_norm(s.hidden, layer.input_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
+      tile_rows(kQ4Tiles, q4(layer.qkv, tile, hidden), in.values.data(), in.sums.data(), rows, hidden,
                 [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.qkv.data() + static_cast<size_t>(row) * qkv_size + tile * kLanes, y); });
     });
-    work.share(phase++, rows * m.num_heads, [] {}, [&](int task) { attend(work, layer, task / m.num_heads, task % m.num_heads, work.scores[thread]); });
+    work.phases.share(work.team.size(), phase++, rows * m.num_heads, [] {}, [&](int task) { attend(work, layer, task / m.num_heads, task % m.num_heads, work.scores[thread]); });
     add_to_hidden(phase++, work.attended, layer.output, q_size);
-    work.share(phase++, ffn / kLanes, [&] { rms_norm(s.hidden, layer.post_attention_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
+    work.phases.share(work.team.size(), phase++, ffn / kLanes, [&] { rms_norm(s.hidden, layer.post_attention_norm, m.rms_norm_eps, rows, hidden, in); }, [&](int tile) AVX512 {
       float* to = work.activated.data() + tile * kLanes;
-      tile_rows(kQ4Tiles, q4(layer.gate_up, tile, hidden), in, rows, hidden, [&](int row, __m512 gate) AVX512 {
+      tile_rows(kQ4Tiles, q4(layer.gate_up, tile, hidden), in.values.data(), in.sums.data(), rows, hidden, [&](int row, __m512 gate) AVX512 {
         const __m512 one = _mm512_set1_ps(1.0f);
         _mm512_storeu_ps(to + static_cast<size_t>(row) * ffn, _mm512_div_ps(gate, _mm512_add_ps(one, exp512(_mm512_sub_ps(_mm512_setzero_ps(), gate)))));
       });
-      tile_rows(kQ4Tiles, q4(layer.gate_up, ffn / kLanes + tile, hidden), in, rows, hidden, [&](int row, __m512 up) AVX512 {
+      tile_rows(kQ4Tiles, q4(layer.gate_up, ffn / kLanes + tile, hidden), in.values.data(), in.sums.data(), rows, hidden, [&](int row, __m512 up) AVX512 {
         float* at = to + static_cast<size_t>(row) * ffn;
         _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), up));
       });
@@ -426,20 +430,196 @@ AVX512 void run_head(void* argument, int thread) {
   Work& work = *static_cast<Work*>(argument);
   const PocketModel& m = work.model;
   Rows& in = work.scratch[thread];
-  work.share(0, m.vocab_size / kLanes, [&] { rms_norm(work.head_input, m.norm, m.rms_norm_eps, work.head_rows, m.hidden_size, in); }, [&](int tile) AVX512 {
-    tile_rows(kQ8Tiles, m.head + static_cast<size_t>(tile) * (m.hidden_size / kBlock) * kQ8Bytes, in, work.head_rows, m.hidden_size,
+  work.phases.share(work.team.size(), 0, m.vocab_size / kLanes, [&] { rms_norm(work.head_input, m.norm, m.rms_norm_eps, work.head_rows, m.hidden_size, in); }, [&](int tile) AVX512 {
+    tile_rows(kQ8Tiles, m.head + static_cast<size_t>(tile) * (m.hidden_size / kBlock) * kQ8Bytes, in.values.data(), in.sums.data(), work.head_rows, m.hidden_size,
               [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(work.logits + static_cast<size_t>(row) * m.vocab_size + tile * kLanes, y); });
   });
+}
+
+
+// What a product's threads share. Rows are padded to whole tiles with zeros.
+struct Product {
+  Team& team;
+  const uint8_t* matrix;  // Q4 tiles [out, cols]
+  const float* x;         // [rows, cols]
+  float* y;               // [rows, out]
+  int rows, cols, out;
+  std::vector<uint16_t> high, low;  // AMX: [row tile, block, 16 rows, 32] bfloat16: x = high + low
+  std::vector<float> sums;          // of blocks; AMX: [row tile, block, 16 rows], else [rows, cols / 32]
+  Phases phases{2};
+};
+
+// One thread's tile registers: 0 and 1 sums, 2 to 7 operands, each 16 rows of 64 bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+AVX512 inline __m512i round_to_bfloat16(__m512 x) {  // to nearest, ties to even; in the low half of each lane
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+}
+
+AVX512 void split_rows(Product& p, int tile) {
+  const int blocks = p.cols / kBlock, rows = std::min(kLanes, p.rows - tile * kLanes);
+  for (int row = 0; row < rows; ++row) {
+    const float* source = p.x + static_cast<size_t>(tile * kLanes + row) * p.cols;
+    for (int block = 0; block < blocks; ++block, source += kBlock) {
+      const size_t place = (static_cast<size_t>(tile) * blocks + block) * kLanes + row;
+      __m512 sum = _mm512_setzero_ps();
+      for (int k = 0; k < kBlock; k += 16) {
+        const __m512 value = _mm512_loadu_ps(source + k);
+        const __m512i high = round_to_bfloat16(value);
+        const __m512i low = round_to_bfloat16(_mm512_sub_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p.high.data() + place * kBlock + k), _mm512_cvtepi32_epi16(high));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p.low.data() + place * kBlock + k), _mm512_cvtepi32_epi16(low));
+        sum = _mm512_add_ps(sum, value);
+      }
+      p.sums[place] = _mm512_reduce_add_ps(sum);
+    }
+  }
+}
+
+// A Q4 tile's nibbles as bfloat16, in AMX's order: a block is 16 pairs of columns, each pair side by side for 16 rows.
+AVX512 void unpack_tile(const uint8_t* tile, int blocks, uint16_t* out) {
+  alignas(64) uint16_t digits[32];
+  for (int digit = 0; digit < 32; ++digit) {
+    const float value = static_cast<float>(digit & 15);
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    digits[digit] = static_cast<uint16_t>(bits >> 16);
+  }
+  const __m512i table = _mm512_load_si512(digits), first = _mm512_set1_epi32(0xf), second = _mm512_set1_epi32(0xf0000);
+  for (int block = 0; block < blocks; ++block, tile += kQ4Bytes) {
+    for (int group = 0; group < 4; ++group) {
+      __m512i nibbles = _mm512_loadu_si512(tile + group * 64);
+      for (int pair = 0; pair < 4; ++pair, out += 32) {
+        const __m512i index = _mm512_or_si512(_mm512_and_si512(nibbles, first), _mm512_and_si512(_mm512_slli_epi32(nibbles, 12), second));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, table));
+        nibbles = _mm512_srli_epi32(nibbles, 8);
+      }
+    }
+  }
+}
+
+// acc += scale * product + minimum * sum, for 16 rows of one block.
+AMX inline void add_block(const uint8_t* block, const float* product, const float* sums, __m512* acc) {
+  const __m512 scale = load_half(block + 256), minimum = load_half(block + 288);
+#pragma GCC unroll 16
+  for (int row = 0; row < kLanes; ++row) {
+    acc[row] = _mm512_fmadd_ps(scale, _mm512_load_ps(product + row * kLanes), acc[row]);
+    acc[row] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[row]), acc[row]);
+  }
+}
+
+// 16 outputs of every row: `weights` from unpack_tile, scales from the tile itself. A block's sums leave the tile registers
+// through memory, and a load that follows its tile store at once has to wait for it: so they are used two blocks later.
+AMX void amx_tile(Product& p, int tile, const uint8_t* packed, const uint16_t* weights) {
+  constexpr int kTile = kLanes * kBlock;
+  const int blocks = p.cols / kBlock;
+  alignas(64) float products[4][kLanes * kLanes];
+  for (int first = 0; first < p.rows; first += kLanes) {
+    const size_t start = static_cast<size_t>(first / kLanes) * blocks;
+    const uint16_t *high = p.high.data() + start * kTile, *low = p.low.data() + start * kTile;
+    const float* sums = p.sums.data() + start * kLanes;
+    __m512 acc[kLanes];
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes; ++row) acc[row] = _mm512_setzero_ps();
+    const auto add = [&](int block) AMX { add_block(packed + block * kQ4Bytes, products[block & 3], sums + block * kLanes, acc); };
+    for (int block = 0; block < blocks; block += 2) {
+      const bool both = block + 1 < blocks;
+      _tile_zero(0);
+      _tile_loadd(2, weights + block * kTile, 64);
+      _tile_loadd(3, high + block * kTile, 64);
+      _tile_dpbf16ps(0, 3, 2);
+      _tile_loadd(4, low + block * kTile, 64);
+      if (both) {
+        _tile_zero(1);
+        _tile_loadd(5, weights + (block + 1) * kTile, 64);
+        _tile_loadd(6, high + (block + 1) * kTile, 64);
+        _tile_dpbf16ps(1, 6, 5);
+        _tile_loadd(7, low + (block + 1) * kTile, 64);
+      }
+      _tile_dpbf16ps(0, 4, 2);
+      if (both) _tile_dpbf16ps(1, 7, 5);
+      if (block) {
+        add(block - 2);
+        add(block - 1);
+      }
+      _tile_stored(0, products[block & 3], 64);
+      if (both) _tile_stored(1, products[(block + 1) & 3], 64);
+    }
+    for (int block = (blocks - 1) / 2 * 2; block < blocks; ++block) add(block);
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes; ++row)
+      if (first + row < p.rows) _mm512_storeu_ps(p.y + static_cast<size_t>(first + row) * p.out + tile * kLanes, acc[row]);
+  }
+}
+
+AMX void run_amx(void* argument, int) {
+  Product& p = *static_cast<Product*>(argument);
+  const int blocks = p.cols / kBlock;
+  const TileConfig config;
+  std::vector<uint16_t> weights(static_cast<size_t>(blocks) * 512);
+  p.phases.share(p.team.size(), 0, (p.rows + kLanes - 1) / kLanes, [] {}, [&](int tile) { split_rows(p, tile); });
+  _tile_loadconfig(&config);
+  p.phases.share(p.team.size(), 1, p.out / kLanes, [] {}, [&](int tile) AMX {
+    const uint8_t* packed = p.matrix + static_cast<size_t>(tile) * blocks * kQ4Bytes;
+    unpack_tile(packed, blocks, weights.data());
+    amx_tile(p, tile, packed, weights.data());
+  });
+  _tile_release();
+}
+
+AVX512 void run_avx512(void* argument, int) {
+  Product& p = *static_cast<Product*>(argument);
+  const int blocks = p.cols / kBlock;
+  p.phases.share(p.team.size(), 0, p.rows, [] {}, [&](int row) { sum_blocks(p.x + static_cast<size_t>(row) * p.cols, 1, p.cols, p.sums.data() + static_cast<size_t>(row) * blocks); });
+  p.phases.share(p.team.size(), 1, p.out / kLanes, [] {}, [&](int tile) AVX512 {
+    tile_rows(kQ4Tiles, p.matrix + static_cast<size_t>(tile) * blocks * kQ4Bytes, p.x, p.sums.data(), p.rows, p.cols,
+              [&](int row, __m512 y) AVX512 { _mm512_storeu_ps(p.y + static_cast<size_t>(row) * p.out + tile * kLanes, y); });
+  });
+}
+
+// Whether the processor multiplies bfloat16 tiles and the system lets this process use them (Linux grants it on request).
+bool request_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if ((d & (kBf16 | kTile)) != (kBf16 | kTile)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 }  // namespace
 
 extern "C" {
 
-// Whether this processor has what the step needs.
-int pocket_decode_supported() {
+// Whether this processor has what all of this needs.
+int pocket_supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
+}
+
+// Whether products of many rows run on AMX.
+int pocket_amx_supported() {
+  static const bool supported = request_amx();
+  return supported;
+}
+
+// y = x W^T with W as Q4 tiles: x [rows, cols] -> y [rows, out], both float32.
+void pocket_q4_product(void* team, const uint8_t* matrix, const float* x, float* y, int rows, int cols, int out) {
+  const bool amx = rows >= 12 && pocket_amx_supported();
+  Product product{*static_cast<Team*>(team), matrix, x, y, rows, cols, out, {}, {}, {}};
+  const size_t padded = amx ? (static_cast<size_t>(rows) + kLanes - 1) / kLanes * kLanes : rows;
+  product.sums.resize(padded * (cols / kBlock));
+  if (amx) {
+    product.high.resize(padded * cols);
+    product.low.resize(padded * cols);
+  }
+  product.team.run(amx ? run_amx : run_avx512, &product);
 }
 
 void* pocket_team_create(int num_threads) { return new Team(num_threads); }

@@ -1,7 +1,8 @@
-"""The native decode step: a whole llama step of one token a row in one call, on x86 CPUs with AVX-512.
+"""Native CPU kernels for 4-bit weights: products of any number of rows, and a whole llama step of one token a row.
 
-The library is built from decode_step.cpp under POCKETLLM_BUILD_CPP=1. Where it is not there, or the processor or the weights
-do not suit it, the same step runs as torch operators, which are its reference.
+The library is built from native.cpp under POCKETLLM_BUILD_CPP=1, for x86 CPUs with AVX-512; products of many rows run on AMX
+where the processor has it. Weights stay in their 4 bits with their stored scales, and all arithmetic has float32's precision
+(16 bits or more of each activation). Where the library is not there, or the weights do not suit it, torch operators do the work.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 from pocketllm.torch_engine.weights import StoredTensor
 
-LIBRARY = Path(__file__).with_name("libpocketllm_decode_step.so")
 _LANES = 16  # rows of a tile
 _BLOCK = 32  # weights that share a scale
 _MAX_HEAD_DIM = 256
@@ -63,20 +63,21 @@ class DecodeLayer:
 @cache
 def library() -> ctypes.CDLL | None:
     """The built library, or None where it was not built or this processor lacks AVX-512."""
-    if not LIBRARY.exists():
+    if not NATIVE_LIBRARY.exists():
         return None
-    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded = ctypes.CDLL(str(NATIVE_LIBRARY))
+    loaded.pocket_q4_product.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     loaded.pocket_team_create.restype = ctypes.c_void_p
     loaded.pocket_team_create.argtypes = [ctypes.c_int]
     loaded.pocket_team_destroy.argtypes = [ctypes.c_void_p]
     loaded.pocket_decode_layers.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
     loaded.pocket_logits.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return loaded if loaded.pocket_decode_supported() else None
+    return loaded if loaded.pocket_supported() else None
 
 
 def unsuited(linears: Sequence[StoredTensor], head: StoredTensor, head_dim: int) -> str | None:
-    """Why a model's step can't run natively, in a few words for people; None when it can."""
-    if not LIBRARY.exists():
+    """Why a model can't run on the native kernels, in a few words for people; None when it can."""
+    if not NATIVE_LIBRARY.exists():
         return "not built (install with POCKETLLM_BUILD_CPP=1)"
     if library() is None:
         return "this processor has no AVX-512"
@@ -130,15 +131,52 @@ def _by_tile(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(tiles).view(np.uint8)
 
 
+class Team:
+    """Threads that compute together, the calling one included; they rest between calls."""
+
+    def __init__(self, num_threads: int) -> None:
+        native = library()
+        assert native is not None
+        self._native = native
+        self.handle: Any = native.pocket_team_create(num_threads)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None:
+            self._native.pocket_team_destroy(self.handle)
+
+
+class Q4Linear:
+    """y = x W^T with 4-bit weights. x: [num_tokens, in] float32 -> [num_tokens, out] float32.
+
+    Args:
+        matrix: from `pack_q4`.
+        team: threads that compute it.
+    """
+
+    def __init__(self, matrix: np.ndarray, team: Team) -> None:
+        native = library()
+        assert native is not None
+        self._native, self._matrix, self._team = native, matrix, team
+        self._out, self._in = matrix.shape[0] * _LANES, matrix.shape[1] * _BLOCK
+        self.num_bytes = matrix.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        assert x.shape[1] == self._in
+        y = torch.empty(x.shape[0], self._out)
+        self._native.pocket_q4_product(self._team.handle, self._matrix.ctypes.data, x.data_ptr(), y.data_ptr(), x.shape[0], self._in, self._out)
+        return y
+
+
 class DecodeStep:
-    """A model's weights in the native layout, with the threads that walk them.
+    """One step of a llama model for rows of one token each.
 
     Args:
         num_heads, num_kv_heads, head_dim, intermediate_size, rms_norm_eps: the model's.
         layers: of the model, in order.
         norm: final norm [hidden_size] float32.
         head: from `pack_q8`, [vocab_size / 16, hidden_size / 32, 544].
-        num_threads: threads of a step, the calling one included.
+        team: threads that compute a step.
     """
 
     def __init__(
@@ -152,7 +190,7 @@ class DecodeStep:
         layers: Sequence[DecodeLayer],
         norm: np.ndarray,
         head: np.ndarray,
-        num_threads: int,
+        team: Team,
     ) -> None:
         native = library()
         assert native is not None
@@ -177,13 +215,8 @@ class DecodeStep:
             norm.ctypes.data,
             head.ctypes.data,
         )
-        packed = [array for layer in layers for array in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        self.num_bytes = head.nbytes + sum(array.nbytes for array in packed)
-        self._team: Any = native.pocket_team_create(num_threads)
-
-    def __del__(self) -> None:
-        if getattr(self, "_team", None) is not None:
-            self._native.pocket_team_destroy(self._team)
+        self.head_bytes = head.nbytes
+        self._team = team
 
     def layers(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, kv_blocks: Sequence[torch.Tensor]
@@ -195,7 +228,7 @@ class DecodeStep:
             cos, sin: [num_rows, head_dim / 2] float32.
             tables: block tables [num_rows, width] int64.
             lengths: [num_rows] int64, tokens that each row attends to, its own included.
-            kv_blocks: a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim] bfloat16.
+            kv_blocks: a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim] float16.
         """
         for place, blocks in enumerate(kv_blocks):
             self._layers[place].kv = blocks.data_ptr()
@@ -203,11 +236,11 @@ class DecodeStep:
         arrays = [array.contiguous() for array in (cos, sin, tables, lengths)]
         assert hidden.is_contiguous()
         step = _Step(hidden.shape[0], tables.shape[1], hidden.data_ptr(), *(array.data_ptr() for array in arrays))
-        self._native.pocket_decode_layers(self._team, ctypes.byref(self._model), ctypes.byref(step))
+        self._native.pocket_decode_layers(self._team.handle, ctypes.byref(self._model), ctypes.byref(step))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
         hidden = hidden.contiguous()
         logits = torch.empty(hidden.shape[0], self._vocab_size)
-        self._native.pocket_logits(self._team, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr())
+        self._native.pocket_logits(self._team.handle, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr())
         return logits
