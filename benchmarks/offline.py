@@ -139,7 +139,8 @@ def _run(options: argparse.Namespace) -> int:
         print("offline: no peer: run scripts/build_llama_cpp.sh first, or pass --peer PATH/llama-bench. Measuring PocketLLM alone.", file=sys.stderr)
     limits = [measure_limits(threads)]
 
-    args = {"model": str(model), "max_batch_size": workload.batch, "backend_options": {"num_threads": threads}, **options.engine_args}
+    backend_options = {"num_threads": threads, **options.engine_args.get("backend_options", {})}
+    args = {"model": str(model), "max_batch_size": workload.batch, **options.engine_args, "backend_options": backend_options}
     ours = Ours(EngineArgs(**args), workload, options.seed)
     samples: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     try:
@@ -259,7 +260,8 @@ def _plain(value: Any) -> Any:
 
 
 def _without_folders(text: str) -> str:
-    return Path(text).name if Path(text).is_absolute() else text
+    flag, equals, value = text.rpartition("=") if text.startswith("--") else ("", "", text)
+    return flag + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def _positive(text: str) -> int:

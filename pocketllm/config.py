@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -113,6 +114,9 @@ class ServerArgs:
             raise ConfigurationError(f'"port" = {self.port} is not valid: send a whole number from 0 to 65535.', param="port")
         if self.api_key is None and (key := env.api_key()):
             object.__setattr__(self, "api_key", key)
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            # No header carries such a key, and an empty one would let everybody in. The key itself is not shown.
+            raise ConfigurationError('"api_key" is not valid: send at least one character, all of them printable ASCII and none a space.', param="api_key")
 
 
 def parse_size(value: int | str, name: str) -> int:
@@ -121,7 +125,7 @@ def parse_size(value: int | str, name: str) -> int:
     Raises:
         ConfigurationError: `value` is not a positive size; `param` is `name`.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", str(value), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)i?b?\s*", str(value), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and not isinstance(value, bool) else 0
     if size < 1:
         raise ConfigurationError(f'"{name}" = {value!r} is not a size: send bytes, or a number with a unit such as 512MiB or 2GiB.', param=name)
@@ -168,6 +172,8 @@ def _validate(args: EngineArgs | ServerArgs) -> None:
         value, hint = getattr(args, option.name), hints[option.name]
         if not _is_a(value, hint):
             raise ConfigurationError(f'"{option.name}" = {value!r} is not valid: send {_wanted(hint)}.', param=option.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigurationError(f'"{option.name}" = {value!r} is not valid: send a finite number.', param=option.name)
         minimum = option.metadata["minimum"]
         if minimum is not None and value is not None and not value >= minimum:
             raise ConfigurationError(f'"{option.name}" = {value!r} is not valid: the least is {minimum}.', param=option.name)

@@ -58,6 +58,7 @@ class GenerationService:
         self.model_name = model_name
         self._defaults = defaults
         self._seeds = random.Random(seed) if seed is not None else secrets.SystemRandom()
+        self._preparing: set[AsyncTokenStream] = set()
 
     @classmethod
     def open(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> GenerationService:
@@ -87,7 +88,10 @@ class GenerationService:
 
     def cancel(self, request_id: str) -> bool:
         """End an active request at the next step boundary; its stream raises RequestCancelledError. False if it is not active."""
-        return self.backend.cancel(request_id)
+        preparing = [stream for stream in list(self._preparing) if stream.request_id == request_id]
+        for stream in preparing:
+            stream.is_cancelled = True
+        return self.backend.cancel(request_id) or bool(preparing)
 
     def close(self) -> None:
         """Stop the engine; requests still active are cancelled."""
@@ -106,7 +110,7 @@ class GenerationService:
         return EngineRequest(
             request_id=request.request_id,
             prompt_token_ids=prompt_ids,
-            max_tokens=self._budget(len(prompt_ids), sampling.max_tokens),
+            max_tokens=self._budget(len(prompt_ids), sampling.max_tokens, request.default_max_tokens),
             temperature=float(temperature),
             top_p=float(_first(sampling.top_p, defaults.top_p, 1.0)),
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
@@ -141,7 +145,7 @@ class GenerationService:
                 )
         return ids
 
-    def _budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
+    def _budget(self, prompt_tokens: int, max_tokens: int | None, default: int | None) -> int:
         context = self.capabilities.context_length
         room = context - prompt_tokens
         if room < 1:
@@ -156,7 +160,9 @@ class GenerationService:
                 f"({prompt_tokens} in the prompt, {max_tokens} for the answer). Shorten the prompt, or send a smaller max_tokens.",
                 param="max_tokens",
             )
-        return room if max_tokens is None else max_tokens
+        if max_tokens is not None:
+            return max_tokens
+        return room if default is None else min(room, default)  # nobody asked for the default, so it refuses nobody
 
 
 class _Answer:
@@ -172,11 +178,12 @@ class _Answer:
 
     def event(self, step: StepOutput) -> TokenEvent:
         if step.finish_reason == "cancelled":
-            raise RequestCancelledError(f"Request {step.request_id} was cancelled.")
+            raise _cancelled(step.request_id)
         if step.finish_reason == "error":
             if isinstance(step.error, PocketLLMError):
                 raise step.error
-            raise PocketLLMError(f"Request {step.request_id} failed in the engine: {step.error}") from step.error
+            reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
+            raise PocketLLMError(f"Request {step.request_id} failed in the engine: {reason}") from step.error
         self._cached_tokens = max(self._cached_tokens, step.cached_tokens)
         text = self._detokenizer.step(step.token_ids)
         usage = None
@@ -251,18 +258,25 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         self._answer: _Answer | None = None
         self._steps: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._done = False
+        self.is_cancelled = False  # set while the request is being prepared, when the backend does not know it yet
 
     async def start(self) -> None:
         """Prepare and submit the request, once; later calls do nothing. Raises what `prepare` and `Backend.submit` raise."""
         if self._answer is not None or self._done:
             return
+        self._service._preparing.add(self)
         try:
             prepared = await asyncio.to_thread(self._service.prepare, self._request)
-            self._answer = _Answer(prepared, self._service.tokenizer)
+            if self.is_cancelled:
+                raise _cancelled(self.request_id)
+            answer = _Answer(prepared, self._service.tokenizer)
             self._service.backend.submit(prepared, _deliver_to(asyncio.get_running_loop(), self._steps))
+            self._answer = answer
         except BaseException:
             self._done = True
             raise
+        finally:
+            self._service._preparing.discard(self)
 
     @property
     def prompt_tokens(self) -> int:
@@ -292,9 +306,14 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
     async def aclose(self) -> None:
         """Cancel the request unless it has finished."""
         if not self._done:
-            self._done = True
+            self._done = self.is_cancelled = True
             if self._answer is not None:
                 self._service.cancel(self.request_id)
+
+    def __del__(self) -> None:
+        # A loop that was left with `break` has nobody to close the stream.
+        if not self._done and self._answer is not None:
+            self._service.cancel(self.request_id)
 
 
 def _deliver_to(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput]) -> Callable[[StepOutput], None]:
@@ -303,6 +322,10 @@ def _deliver_to(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput
             loop.call_soon_threadsafe(steps.put_nowait, step)
 
     return deliver
+
+
+def _cancelled(request_id: str) -> RequestCancelledError:
+    return RequestCancelledError(f"Request {request_id} was cancelled.")
 
 
 def _first(value: T | None, default: T | None, fallback: T) -> T:

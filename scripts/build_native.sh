@@ -15,13 +15,19 @@ skip() {
 }
 
 [ "$(uname -m)" = x86_64 ] || skip "the native kernels are for x86-64 processors"
-command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run faster"
+command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run several times faster"
+mkdir -p build
+: >build/native.log
+# A step that fails leaves the native parts out, unless they are required.
+attempt() { "$@" >>build/native.log 2>&1 || { tail -n 15 build/native.log >&2; skip "'$*' failed; all that it said is in build/native.log"; }; }
+
 cmake=$(command -v cmake || true)
 if [ -z "$cmake" ] || [ -z "$(command -v make || command -v ninja || true)" ]; then
-  "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja
-  cmake="$venv/bin/cmake"
-  export PATH="$PWD/$venv/bin:$PATH" CMAKE_GENERATOR=Ninja
+  attempt "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja
+  PATH=$(cd "$venv/bin" && pwd):$PATH  # VENV may be absolute
+  export PATH CMAKE_GENERATOR=Ninja
+  cmake=$venv/bin/cmake
 fi
-"$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" >/dev/null
-"$cmake" --build build/native >/dev/null
+attempt "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target"
+attempt "$cmake" --build build/native
 echo "build_native: $target/libpocketllm_native.so"

@@ -15,6 +15,8 @@ from pocketllm.cli.progress import ProgressLine
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, PocketLLMError
 from pocketllm.outputs import Usage
+from pocketllm.protocol.conditions import REASONING_EFFORTS
+from pocketllm.protocol.fields import THINKING_MODES, check_fields
 from pocketllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,8 +32,17 @@ examples:
 /help inside the conversation lists its commands. Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-TEMPLATE = ("reasoning_effort", "thinking_mode")
+SAMPLING = {
+    "temperature": "0 always takes the likeliest token, higher varies more",
+    "top_p": "draw from the likeliest tokens that together have this probability; 1 is off",
+    "top_k": "draw from so many of the likeliest tokens; 0 is off",
+    "max_tokens": "most tokens of an answer",
+    "seed": "whole number; the same one gives the same answer again",
+}
+TEMPLATE = {
+    "reasoning_effort": f"{', '.join(REASONING_EFFORTS)}; for models that reason",
+    "thinking_mode": f"{' or '.join(THINKING_MODES)}; for models that reason",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="answer this and leave")
     group.add_argument("--system", metavar="TEXT", help="system message")
-    for name in (*SAMPLING, *TEMPLATE):
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", metavar=name.upper(), help="as /set")
+    for name, text in {**SAMPLING, **TEMPLATE}.items():
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"set_{name}", metavar=name.upper(), help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,6 +105,7 @@ class Conversation:
         if text != "default":
             changed[name] = _value(text) if name in SAMPLING else text
         SamplingParams(**{key: value for key, value in changed.items() if key in SAMPLING})
+        check_fields({key: value for key, value in changed.items() if key in TEMPLATE}, "chat")
         self.settings = changed
 
     def answer(self, llm: LLM, text: str) -> Usage | None:
@@ -117,6 +129,10 @@ class Conversation:
                     usage = event.usage
             except KeyboardInterrupt:
                 usage = None
+            except PocketLLMError:
+                if parts:
+                    print(flush=True)  # so that the error has a line of its own
+                raise
         print(flush=True)
         self.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(parts)}]
         return usage
@@ -166,9 +182,10 @@ class _Terminal:
         return 2 if failures and not self._is_terminal else 0
 
     def _read(self) -> str:
-        if self._is_terminal:
-            return input("> ")
-        line = sys.stdin.readline()
+        try:
+            line = input("> ") + "\n" if self._is_terminal else sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"The input is not {error.encoding} text ({error.reason}): convert it first.") from None
         if not line:
             raise EOFError
         return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` [that of the process] and return its exit code; every foreseen failure is one line and 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal that lacks a character still shows the rest
     parsers = _parsers()
     arguments, unknown = parsers[""].parse_known_args(argv)
     refuse_unknown(parsers[arguments.command or ""], unknown)

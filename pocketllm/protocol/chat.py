@@ -25,6 +25,7 @@ def build_chat_request(
     *,
     request_id: str | None = None,
     capabilities: Capabilities | None = None,
+    default_max_tokens: int | None = None,
     **options: Any,
 ) -> GenerationRequest:
     """The request that answers a conversation.
@@ -34,6 +35,7 @@ def build_chat_request(
         sampling: budget and sampling.
         request_id: the caller's id, or None for a new one.
         capabilities: of the loaded plane, where it is known.
+        default_max_tokens: budget where `sampling` has none, cut to what the context leaves.
         options: the other fields of /v1/chat/completions, checked by the same table.
 
     Raises:
@@ -51,6 +53,7 @@ def build_chat_request(
         prompt=render_role_content(normalized, add_generation_prompt=template["add_generation_prompt"]),
         sampling=sampling,
         request_id=request_id or new_request_id("chatcmpl"),
+        default_max_tokens=default_max_tokens,
         metadata={"messages": normalized, **template},
     )
 
@@ -80,9 +83,9 @@ def render_role_content(messages: Sequence[Mapping[str, Any]], *, add_generation
     return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 
 
-def sampling_from(body: Mapping[str, Any], default_max_tokens: int | None) -> SamplingParams:
+def sampling_from(body: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams of a body that `check_fields` passed; null and absent fields are None."""
-    budget = next((body[name] for name in BUDGET_FIELDS if body.get(name) is not None), default_max_tokens)
+    budget = next((body[name] for name in BUDGET_FIELDS if body.get(name) is not None), None)
     return SamplingParams(
         max_tokens=whole_number(budget),
         temperature=body.get("temperature"),

@@ -396,13 +396,13 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint, capabilities: Capa
         raise refusal(rule.field, value, rule.instead, rule.remedy, is_shape=rule.is_shape)
     for name, value in body.items():
         if value is not None and name not in _NAMES[endpoint]:
-            raise refusal(name, value, f"{PATHS[endpoint]} has no such field, and nothing would act on it", f'Leave "{name}" out', is_shape=True)
+            raise refusal(name, value, f"{PATHS[endpoint]} has no such field, and nothing would act on it", f"Leave {summary(name)} out", is_shape=True)
 
 
 def refusal(name: str, value: object, instead: str, remedy: str, *, is_shape: bool) -> ConfigurationError | UnsupportedFeatureError:
     """The error that refuses `value` of field `name`, in four parts: field, value, what happens instead, remedy."""
     kind = ConfigurationError if is_shape else UnsupportedFeatureError
-    return kind(f'"{name}" = {summary(value)} is not supported by this server: {instead}. {remedy}.', param=name)
+    return kind(f"{summary(name)} = {summary(value)} is not supported by this server: {instead}. {remedy}.", param=name)
 
 
 def checked_text(text: str, where: str) -> str:

@@ -18,12 +18,14 @@ class GenerationRequest:
         prompt: text, or token ids; for a chat, the `role: content` rendering used where the checkpoint has no template.
         sampling: what the caller asked for; None fields take the checkpoint's defaults.
         request_id: the caller's, or a new one.
+        default_max_tokens: budget where `sampling` has none, cut to what the context leaves; None is all that it leaves.
         metadata: for a chat, "messages" (normalized) and the template's options; empty for a plain prompt.
     """
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
     request_id: str
+    default_max_tokens: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pocketllm.config import ServerArgs
 from pocketllm.errors import BackendUnavailableError, PocketLLMError
+from pocketllm.protocol.fields import summary
 from pocketllm.protocol.responses import error_body, error_of
 from pocketllm.server.chat import chat_completions
 from pocketllm.server.completions import completions
@@ -59,11 +61,11 @@ def create_app(args: ServerArgs, load: Load) -> Starlette:
         finally:
             await state.close()
 
-    middleware = [Middleware(_Failures)]
-    if args.allow_origin is not None:
-        middleware.append(
-            Middleware(CORSMiddleware, allow_origins=[args.allow_origin], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"])
-        )
+    middleware = []
+    if args.allow_origin is not None:  # outermost, so that a browser may read the errors too
+        exposed = ["x-request-id", "retry-after"]
+        middleware.append(Middleware(_Cors, allow_origins=[args.allow_origin], allow_methods=["*"], allow_headers=["*"], expose_headers=exposed))
+    middleware.append(Middleware(_Failures))
     if args.api_key is not None:
         middleware.append(Middleware(_ApiKey, api_key=args.api_key))
     app = Starlette(
@@ -82,19 +84,33 @@ async def _pocketllm_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, PocketLLMError)
     if error.status_code == 500:
         logger.error("A request failed", exc_info=error)
-    retry = {"retry-after": "1"} if isinstance(error, BackendUnavailableError) else None
-    return json_response(error_of(error), error.status_code, retry)
+    headers = {"retry-after": "1"} if isinstance(error, BackendUnavailableError) else None
+    if error.status_code == 408:  # the rest of the body may still come, and must not be taken for the next request
+        headers = {"connection": "close"}
+    return json_response(error_of(error), error.status_code, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     if error.status_code == 404:
-        return json_response(error_body(f"There is no {path} on this server.", "not_found_error"), 404)
+        return json_response(error_body(f"There is no {summary(path)} on this server.", "not_found_error"), 404)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return json_response(error_body(f"{path} does not take {method}, only {allowed}.", "invalid_request_error"), 405, {"allow": allowed})
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        return json_response(error_body(f"{summary(path)} does not take {method}, only {allowed}.", "invalid_request_error"), 405, {"allow": allowed})
     return json_response(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+
+
+class _Cors(CORSMiddleware):
+    """Starlette's, with its refusals in the one form."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        message = "This server does not take such a request from that origin: start it with another --allow-origin."
+        return json_response(error_body(message, "invalid_request_error"), answer.status_code, kept)
 
 
 class _Failures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -18,18 +19,31 @@ class BodyTooLargeError(ConfigurationError):
     status_code = 413
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
+class BodyTimeoutError(ConfigurationError):
+    """The body did not arrive in time."""
+
+    status_code = 408
+    error_type = "timeout_error"
+
+
+async def read_json(request: Request, limit: int, deadline: float | None = None) -> dict[str, Any]:
     """The JSON object that `request` carries.
 
     Args:
         request: its body has not been read.
         limit: most bytes that are read.
+        deadline: time of the event loop until which the body must be here, or None.
 
     Raises:
+        BodyTimeoutError: it was not.
         BodyTooLargeError: the body is longer; the rest is not read.
         ConfigurationError: it is not UTF-8, not JSON, no object, or nested too deep.
     """
-    raw = await _read(request, limit)
+    try:
+        async with asyncio.timeout_at(deadline):
+            raw = await _read(request, limit)
+    except TimeoutError:
+        raise BodyTimeoutError("The request's body did not arrive in time. Send all of it at once.") from None
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

@@ -20,4 +20,6 @@ async def chat_completions(request: Request) -> Response:
 
 def _build(body: dict[str, Any], args: ServerArgs) -> GenerationRequest:
     options = {name: body[name] for name in TEMPLATE_FIELDS if name in body}
-    return build_chat_request(body.get("messages", ()), sampling_from(body, args.default_max_tokens), request_id=body.get("request_id"), **options)
+    return build_chat_request(
+        body.get("messages", ()), sampling_from(body), request_id=body.get("request_id"), default_max_tokens=args.default_max_tokens, **options
+    )

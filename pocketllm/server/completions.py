@@ -29,4 +29,4 @@ def _build(body: dict[str, Any], _args: ServerArgs) -> GenerationRequest:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     text_or_ids = checked_text(prompt, "prompt") if isinstance(prompt, str) else tuple(whole_number(token_id) or 0 for token_id in prompt)
-    return GenerationRequest(text_or_ids, sampling_from(body, DEFAULT_MAX_TOKENS), new_request_id("cmpl"))
+    return GenerationRequest(text_or_ids, sampling_from(body), new_request_id("cmpl"), DEFAULT_MAX_TOKENS)

@@ -25,6 +25,8 @@ from pocketllm.server.state import ServerState
 
 logger = logging.getLogger("pocketllm.server")
 
+_UNREAD_SECONDS = 5  # past the deadline, for the error event to reach a client that reads
+
 Build = Callable[[dict[str, Any], ServerArgs], GenerationRequest]
 _ANSWERS: Mapping[Endpoint, type[ChatAnswer] | type[CompletionAnswer]] = {"chat": ChatAnswer, "completions": CompletionAnswer}
 
@@ -44,12 +46,13 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
     clock = RequestClock(state.metrics)
     try:
         service = state.service
-        body = await read_json(http, state.args.max_body_bytes)
+        deadline = asyncio.get_running_loop().time() + state.args.request_timeout if state.args.request_timeout else None
+        body = await read_json(http, state.args.max_body_bytes, deadline)
         check_fields(body, endpoint, service.capabilities)
         request = build(body, state.args)
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
         answer = _ANSWERS[endpoint](request.request_id, state.model_name, int(time.time()), include_usage=include_usage)
-        exchange = _Exchange(state, request, answer, clock)
+        exchange = _Exchange(state, request, answer, clock, deadline)
         return await (exchange.stream() if body.get("stream") else exchange.whole(http.receive))
     except (ClientDisconnected, ClientDisconnect):
         clock.end("cancelled")
@@ -60,14 +63,13 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
 
 
 class _Exchange:
-    def __init__(self, state: ServerState, request: GenerationRequest, answer: Answer, clock: RequestClock) -> None:
+    def __init__(self, state: ServerState, request: GenerationRequest, answer: Answer, clock: RequestClock, deadline: float | None) -> None:
         self._state = state
         self._id = request.request_id
         self._answer = answer
         self._clock = clock
         self._headers = {"x-request-id": request.request_id}
-        limit = state.args.request_timeout
-        self._deadline = asyncio.get_running_loop().time() + limit if limit else None
+        self._deadline = deadline
         self._reason: Outcome = "stop"
         self._tokens = state.service.stream_async(request)
         state.admit(request.request_id)
@@ -95,7 +97,8 @@ class _Exchange:
         except BaseException:
             await self._release()
             raise
-        return EventStream(self._events(), self._headers, self._release)
+        unread = self._deadline + _UNREAD_SECONDS if self._deadline is not None else None
+        return EventStream(self._events(), self._headers, self._close_stream, unread)
 
     async def _collect(self) -> GenerationOutput:
         async for event in self._tokens:
@@ -139,6 +142,10 @@ class _Exchange:
                 self._reason = event.finish_reason
             if chunk := self._answer.chunk(event):
                 yield chunk
+
+    async def _close_stream(self) -> None:
+        self._clock.end("cancelled")  # for a client that left before the first event; else it has ended
+        await self._release()
 
     async def _release(self) -> None:
         await self._tokens.aclose()

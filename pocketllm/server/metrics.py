@@ -58,6 +58,7 @@ class RequestClock:
         self._metrics = metrics
         self._arrival = time.perf_counter()
         self._last: float | None = None
+        self._has_ended = False
 
     def event(self, event: TokenEvent) -> None:
         """Tokens have come."""
@@ -72,7 +73,10 @@ class RequestClock:
         self._last = now
 
     def end(self, outcome: Outcome) -> None:
-        """The request has ended."""
+        """The request has ended. Later calls say nothing new."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         self._metrics.count(outcome)
         if outcome in ("stop", "length"):
             self._metrics.end_to_end.observe(time.perf_counter() - self._arrival)

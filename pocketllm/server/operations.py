@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pocketllm.errors import ConfigurationError
+from pocketllm.protocol.fields import summary
 from pocketllm.protocol.responses import dump, model_body
 from pocketllm.server.metrics import CONTENT_TYPE
 from pocketllm.server.state import ServerState
@@ -82,7 +83,7 @@ async def model(request: Request) -> Response:
     """The one model, if that is the one asked for."""
     state, wanted = state_of(request), request.path_params["model_id"]
     if wanted != state.model_name:
-        raise ModelNotFoundError(f'The model "{wanted}" does not exist: this server has "{state.model_name}".', param="model")
+        raise ModelNotFoundError(f"The model {summary(wanted)} does not exist: this server has {summary(state.model_name)}.", param="model")
     return json_response(_model(state))
 
 
@@ -90,7 +91,7 @@ async def cancel_request(request: Request) -> Response:
     """Cancel an active request; 404 for one that is unknown or has ended."""
     request_id = request.path_params["request_id"]
     if not state_of(request).service.cancel(request_id):
-        raise NotFoundError(f'No request "{request_id}" is active: it is unknown, or has ended.', param="request_id")
+        raise NotFoundError(f"No request {summary(request_id)} is active: it is unknown, or has ended.", param="request_id")
     return json_response({"id": request_id, "object": "request", "status": "cancelled"})
 
 

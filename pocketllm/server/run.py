@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from pocketllm.errors import ConfigurationError, PocketLLMError
 from pocketllm.server.app import create_app
 from pocketllm.server.state import Load, ServerState
 
-_CLOSING_SECONDS = 5  # for cancelled requests to say so to their clients
+_CLOSING_SECONDS = 3  # for cancelled requests to say so to their clients
 
 
 def serve(args: ServerArgs, load: Load) -> int:
@@ -55,8 +56,9 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigurationError(f"host {host} can not be resolved ({error.strerror}): choose another with --host", param="host") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: no such name can be asked for
+        reason = getattr(error, "strerror", None) or "it is no host name"
+        raise ConfigurationError(f'host "{host}" can not be resolved ({reason}): choose another with --host', param="host") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,11 +90,12 @@ class _Server(uvicorn.Server):
     """uvicorn, with a load that may fail, requests that end in good order, and exit code 0 after a signal."""
 
     def __init__(self, app: Starlette, args: ServerArgs, listener: socket.socket) -> None:
-        grace = int(args.shutdown_timeout) + _CLOSING_SECONDS
+        grace = int(args.shutdown_timeout) + 2 * _CLOSING_SECONDS  # never reached: _end_late_requests comes before, and makes no noise
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=grace))
         self.state: ServerState = app.state.server
         self._args = args
         self._url = url_of(listener)
+        self._is_urgent = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -100,11 +103,16 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loading.cancel()
-        limit = asyncio.ensure_future(self._cancel_late_requests())
+        limit = asyncio.ensure_future(self._end_late_requests())
         try:
             await super().shutdown(sockets=sockets)
         finally:
             limit.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks for the shutdown. Another one does not wait for running requests, and is as orderly."""
+        self._is_urgent = self.should_exit
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,7 +137,13 @@ class _Server(uvicorn.Server):
         say(f"{self.state.model_name} is ready at {self._url}")
         say(f"try: curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
 
-    async def _cancel_late_requests(self) -> None:
-        await asyncio.sleep(self._args.shutdown_timeout)
+    async def _end_late_requests(self) -> None:
+        """Cancel what runs past the limit; then close on clients that neither send the rest of a request nor read their answer."""
+        began = asyncio.get_running_loop().time()
+        while not self._is_urgent and (waited := asyncio.get_running_loop().time() - began) < self._args.shutdown_timeout:
+            await asyncio.sleep(min(0.1, self._args.shutdown_timeout - waited))
         if count := self.state.cancel_all():
-            say(f"cancelled {count} requests that were still running after {self._args.shutdown_timeout:g} seconds")
+            say(f"cancelled {count} requests that were still running")
+        await asyncio.sleep(_CLOSING_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

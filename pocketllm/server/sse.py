@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+
+logger = logging.getLogger("pocketllm.server")
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -54,19 +57,24 @@ class EventStream(Response):
         chunks: encoded events; it must not fail.
         headers: beside the ones that event streams need.
         on_end: awaited once the answer is complete or the client has gone.
+        deadline: time of the event loop at which a client that does not read its answer is given up, or None.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], headers: dict[str, str], on_end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], headers: dict[str, str], on_end: Callable[[], Awaitable[None]], deadline: float | None = None) -> None:
         super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_end = on_end
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send))
+            async with asyncio.timeout_at(self._deadline):
+                await unless_disconnected(receive, self._send(send))
         except ClientDisconnected:
             pass  # nobody is left to tell
+        except TimeoutError:
+            logger.warning("A client did not read its stream until the deadline; the connection is closed")
         finally:
             await self._on_end()
 

@@ -123,6 +123,8 @@ def test_without_budget_chat_runs_to_the_end_of_the_context() -> None:
     usage = call("POST", CHAT, fake(context_length=50), json=body).json()["usage"]
     assert usage["total_tokens"] == 50
     assert call("POST", CHAT, json=body, default_max_tokens=5).json()["usage"]["completion_tokens"] == 5
+    assert call("POST", CHAT, fake(context_length=50), json=body, default_max_tokens=500).json()["usage"]["total_tokens"] == 50
+    assert call("POST", "/v1/completions", fake(context_length=10), json={"prompt": "Hello"}).json()["usage"]["total_tokens"] == 10
 
 
 @pytest.mark.parametrize(

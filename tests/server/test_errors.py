@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from pocketllm.config import ServerArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService
+from pocketllm.server import exchange
 from pocketllm.server.app import create_app
 from tests.fake_serving import call, chat_body, eventually, fake, in_process, make_service
 from tests.server.test_chat import events
@@ -147,8 +149,23 @@ def test_cors_is_off_unless_asked_for() -> None:
     preflight = call("OPTIONS", CHAT, headers=ask, allow_origin="https://app.example", api_key="secret")  # browsers send it without the key
     assert preflight.status_code == 200
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    refused = call("OPTIONS", CHAT, headers=ask, allow_origin="https://other.example")
+    assert error_of(refused, 400)["type"] == "invalid_request_error"
     other = call("POST", CHAT, json=chat_body(), headers=origin, allow_origin="https://other.example")
     assert other.headers.get("access-control-allow-origin") != "https://app.example"
+
+
+def test_browsers_may_read_errors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_self: GenerationService, _request: object) -> object:
+        raise KeyError("x")
+
+    origin = {"origin": "https://app.example"}
+    options: dict[str, Any] = {"headers": origin, "allow_origin": "*", "api_key": "secret"}
+    monkeypatch.setattr(GenerationService, "prepare", broken)
+    for status, headers in ((401, origin), (500, {**origin, "authorization": "Bearer secret"})):
+        response = call("POST", CHAT, json=chat_body(), **{**options, "headers": headers})
+        error_of(response, status)
+        assert response.headers["access-control-allow-origin"] == "*"
 
 
 def test_full_queue_is_429_with_retry_after() -> None:
@@ -291,31 +308,48 @@ def test_fault_of_the_program_is_500_without_its_text(monkeypatch: pytest.Monkey
     assert "a secret of the program" in caplog.text
 
 
-def test_disconnect_while_a_chunk_is_being_sent_cancels() -> None:
-    """A client that stopped reading: the server hangs in `send`, not in the wait for a token, when the connection ends."""
-    backend = fake(tokens_per_second=50)
-    app = create_app(ServerArgs(), lambda progress: make_service(backend, progress))
-    blocked, received = asyncio.Event(), 0
+async def post_with(app: Starlette, receive_then: asyncio.Event, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    """A streaming request whose client disconnects once `receive_then` is set."""
+    received = 0
 
     async def receive() -> dict[str, Any]:
         nonlocal received
         received += 1
         if received == 1:
             return {"type": "http.request", "body": json.dumps(chat_body(max_tokens=900, stream=True)).encode(), "more_body": False}
-        await blocked.wait()
+        await receive_then.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: dict[str, Any]) -> None:
-        if b"content" in message.get("body", b"") and b"assistant" not in message["body"]:
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"", "headers": [], "http_version": "1.1"}
+    async with app.router.lifespan_context(app):
+        await asyncio.wait_for(app.state.server.loaded.wait(), 10)
+        await asyncio.wait_for(app(scope, receive, send), 10)  # type: ignore[arg-type]
+        await eventually(lambda: app.state.server._stats().running == 0)
+        assert app.state.server.cancel_all() == 0
+        assert 'pocketllm_requests_total{outcome="cancelled"} 1.0' in app.state.server.metrics.render().decode()
+
+
+@pytest.mark.parametrize("message", ["http.response.start", "http.response.body"])
+def test_disconnect_while_something_is_being_sent_cancels(message: str) -> None:
+    """A client that stopped reading: the server hangs in `send`, not in the wait for a token, when the connection ends."""
+    backend = fake(tokens_per_second=50)
+    blocked = asyncio.Event()
+
+    async def send(sent: dict[str, Any]) -> None:
+        if sent["type"] == message and b"assistant" not in sent.get("body", b""):
             blocked.set()
             await asyncio.Event().wait()
 
-    async def run() -> None:
-        async with app.router.lifespan_context(app):
-            await asyncio.wait_for(app.state.server.loaded.wait(), 10)
-            scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"", "headers": [], "http_version": "1.1"}
-            await asyncio.wait_for(app(scope, receive, send), 10)
-            await eventually(lambda: backend.stats().running == 0)
-            assert 'pocketllm_requests_total{outcome="cancelled"} 1.0' in app.state.server.metrics.render().decode()
+    asyncio.run(post_with(create_app(ServerArgs(), lambda progress: make_service(backend, progress)), blocked, send))
 
-    asyncio.run(run())
+
+def test_a_client_that_does_not_read_is_given_up_after_the_deadline(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(exchange, "_UNREAD_SECONDS", 0.1)
+    backend = fake()
+
+    async def send(sent: dict[str, Any]) -> None:
+        if sent["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    asyncio.run(post_with(create_app(ServerArgs(request_timeout=0.2), lambda progress: make_service(backend, progress)), asyncio.Event(), send))
+    assert "did not read" in caplog.text

@@ -135,6 +135,14 @@ def test_unknown_field_is_named(endpoint: Endpoint, field: str) -> None:
     assert response.json()["error"]["param"] == field
 
 
+def test_a_name_of_any_form_stays_on_one_short_line() -> None:
+    for response in post_all([("chat", {**base("chat"), name: 1}) for name in ("a\nb", 'a"b', "x" * 5000, "", "\ud800")]):
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert "\n" not in message
+        assert len(message) < 400
+
+
 def test_first_failing_field_is_the_tables_whatever_order_they_are_sent_in() -> None:
     shared = [("n", 2), ("stop", 5), ("logprobs", "x"), ("top_logprobs", 99)]
     later = [("frequency_penalty", 1), ("presence_penalty", 1), ("logit_bias", {"1": 1})]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -106,6 +107,37 @@ def test_sigterm_cancels_what_runs_past_the_limit(start: Any) -> None:
     assert "cancelled 2 requests" in "\n".join(process.lines)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_running_requests_at_once_and_in_order(start: Any, number: signal.Signals) -> None:
+    process = start(fake={"tokens_per_second": 20})
+    url = process.wait_for("is ready at (http.*)")
+    answers: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: answers.append(httpx.post(url + CHAT, json=chat_body(max_tokens=900), timeout=20)))
+    client.start()
+    wait_until_running(url, 1)
+    began = time.monotonic()
+    process.process.send_signal(number)
+    time.sleep(0.3)
+    assert process.process.poll() is None
+    process.process.send_signal(number)
+    client.join()
+    assert process.end() == 0
+    assert time.monotonic() - began < 10
+    assert answers[0].status_code == 499
+    assert process.lines[3:] == ["pocketllm: cancelled 1 requests that were still running"]
+
+
+def test_sigterm_closes_on_a_client_that_sends_no_more(start: Any) -> None:
+    process = start(server={"shutdown_timeout": 0.1})
+    url = urlsplit(process.wait_for("is ready at (http.*)"))
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.3)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+    assert process.lines[3:] == []
+
+
 def test_alive_and_not_ready_while_loading_and_sigterm_still_exits(start: Any) -> None:
     process = start(load="forever")
     url = process.wait_for(r"Listening on (http\S+)")
@@ -143,7 +175,7 @@ def test_busy_port_is_one_line_and_exit_2(start: Any) -> None:
         assert process.lines == [f"pocketllm: error: port {port} is in use: choose another with --port"]
 
 
-@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1", "two..dots", ""])
 def test_host_that_is_not_ours_is_one_line_and_exit_2(start: Any, host: str) -> None:
     process = start(server={"host": host}, load="forever")
     assert process.end() == 2

@@ -78,6 +78,18 @@ def test_half_a_body_and_gone(start_server: StartServer) -> None:
     until(lambda: 'pocketllm_requests_total{outcome="cancelled"} 1.0' in httpx.get(f"{server.url}/metrics").text)
 
 
+def test_a_body_that_does_not_come_is_408(start_server: StartServer) -> None:
+    server = start_server(request_timeout=0.3)
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{" % CHAT.encode())
+        answer = read_until(connection, b"}}")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"type":"timeout_error"' in answer
+        assert connection.recv(1000) == b""  # closed: what still comes would be read as another request
+    assert 'pocketllm_requests_total{outcome="refused"} 1.0' in httpx.get(f"{server.url}/metrics").text
+
+
 def test_connection_is_kept_through_answers_streams_and_errors(start_server: StartServer) -> None:
     server = start_server()
     address = urlsplit(server.url)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -95,3 +97,29 @@ def test_gauges_show_running_and_waiting() -> None:
     assert found["pocketllm_num_requests_running"] == 2
     assert found["pocketllm_num_requests_waiting"] == 1
     assert found["pocketllm_kv_cache_usage_ratio"] == 1
+
+
+def test_series_do_not_grow_with_what_clients_send() -> None:
+    async def run() -> tuple[set[str], set[str]]:
+        async with in_process() as client:
+            before = set(samples((await client.get("/metrics")).text))
+            for number in range(50):
+                await client.get(f"/no/such/{number}")
+                await client.post(CHAT, json=chat_body(model=f"model-{number}", request_id=f"id-{number}", max_tokens=1))
+                await client.delete(f"/v1/requests/id-{number}")
+            return before, set(samples((await client.get("/metrics")).text))
+
+    before, after = asyncio.run(run())
+    assert before == after
+
+
+def test_documented_metrics_are_all_there_are() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    table = documented.partition("| Metric | Kind | Meaning |")[2].partition("\n\n")[0]
+    kinds = {name: row.split(" | ")[1] for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    found = {}
+    for line in call("GET", "/metrics").text.splitlines():
+        if line.startswith("# TYPE ") and "_created " not in line:
+            _, _, name, kind = line.split()
+            found[name.removeprefix("pocketllm_")] = kind
+    assert found == kinds

@@ -31,6 +31,7 @@ from pocketllm.config import EngineArgs, ServerArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService
 from pocketllm.llm import LLM
+from tests.conftest import WriteGGUF
 from tests.fake_serving import fake, make_service
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +95,7 @@ def test_unknown_arguments_are_one_line_and_exit_2(argv: list[str], part: str, c
         (["serve", "--backend", "cuda"], "\"backend\" = 'cuda' is not valid: send one of auto, torch, cpp"),
         (["chat", "--temperature", "hot"], "\"temperature\" = 'hot' is not valid"),
         (["chat", "--temperature", "-1", "-p", "Hi"], '"temperature" = -1 is not valid'),
+        (["chat", "--reasoning-effort", "odd", "--model", "/no/such/model.gguf"], '"reasoning_effort" = "odd"'),
         (["inspect", "--model-format", "zip"], '"model_format"'),
         (["serve", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
         (["chat", "--model", "/no/such/model.gguf", "-p", "Hi"], "/no/such/model.gguf"),
@@ -130,6 +132,13 @@ def test_closed_pipe_is_no_traceback() -> None:
     run = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout == "x" * 100 + "\n"
     assert run.stderr == ""
+
+
+def test_output_that_the_terminal_can_not_show_is_escaped(write_gguf: WriteGGUF) -> None:
+    path = write_gguf("modèle.gguf")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run([sys.executable, "-m", "pocketllm", "inspect", path], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert "mod\\xe8le.gguf" in run.stdout
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +230,7 @@ class TestChat:
             ("/set temperature hot", "\"temperature\" = 'hot' is not valid"),
             ("/set top_k 1.5", '"top_k" = 1.5 is not valid'),
             ("/retry", "There is no message to answer again"),
-            ("/set reasoning_effort odd\nHi", '"reasoning_effort" = "odd"'),
+            ("/set reasoning_effort odd", '"reasoning_effort" = "odd"'),
         ],
     )
     def test_mistakes_are_one_line_and_the_talk_goes_on(
@@ -238,6 +247,20 @@ class TestChat:
         assert chat(monkeypatch, f"Hi\n{'x' * 50}\n/history\n") == 2
         answer, *history = capsys.readouterr().out.splitlines()
         assert history == ["user: Hi", f"assistant: {answer}"]
+
+    def test_an_answer_that_breaks_off_leaves_the_error_a_line_of_its_own(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fake_model: dict[str, Any]
+    ) -> None:
+        fake_model["fail_after"] = 2
+        assert chat(monkeypatch, "", "-p", "Hi") == 2
+        captured = capsys.readouterr()
+        assert re.fullmatch(r"[a-z]{2}\n", captured.out)
+        assert captured.err.splitlines()[-1].startswith("pocketllm: error: ")
+
+    def test_input_that_is_no_text_is_one_line(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+        assert main(["chat"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("pocketllm: error: The input is not utf-8 text")
 
     def test_ctrl_c_stops_the_answer_alone(self, capsys: pytest.CaptureFixture[str], fake_model: dict[str, Any]) -> None:
         fake_model.update(eos_after=None, tokens_per_second=100)

@@ -59,6 +59,12 @@ def test_unknown_option_names_the_closest() -> None:
         (ServerArgs, "request_timeout", True),
         (ServerArgs, "max_queued_requests", 0),
         (ServerArgs, "api_key", 5),
+        (ServerArgs, "api_key", ""),
+        (ServerArgs, "api_key", "two words"),
+        (ServerArgs, "api_key", "ends in a line\n"),
+        (ServerArgs, "api_key", "clé"),
+        (ServerArgs, "request_timeout", float("nan")),
+        (ServerArgs, "shutdown_timeout", float("inf")),
     ],
 )
 def test_refused_by_name(cls: type[Any], name: str, value: Any) -> None:
@@ -78,7 +84,7 @@ def test_sizes(text: int | str, size: int) -> None:
     assert EngineArgs(kv_cache_memory=text).kv_cache_bytes == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5.5", "1PiB", "1 2", "G", True, 0, -5])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5.5", "1PiB", "1 2", "G", "9" * 400, True, 0, -5])
 def test_other_sizes_are_refused(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="is not a size"):
         parse_size(text, "kv_cache_memory")
@@ -124,6 +130,10 @@ def test_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POCKETLLM_API_KEY", "secret")
     assert ServerArgs().api_key == "secret"
     assert ServerArgs(api_key="other").api_key == "other"
+    monkeypatch.setenv("POCKETLLM_API_KEY", "a secret")
+    with pytest.raises(ConfigurationError) as caught:
+        ServerArgs()
+    assert "a secret" not in str(caught.value)
 
 
 def test_every_option_has_help() -> None:

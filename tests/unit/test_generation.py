@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, ContextLengthExceededError, PocketLLMError, RequestCancelledError
-from pocketllm.generation import GenerationService, as_prompts
+from pocketllm.generation import GenerationService, _Answer, as_prompts
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import SamplingParams
@@ -74,6 +76,64 @@ def test_incomplete_character_is_held_back_and_then_replaced(open_service: Open)
     service = open_service(alphabet=[0xF0])
     events = list(service.stream(request(max_tokens=1)))
     assert "".join(event.text for event in events) == "\ufffd"
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_cancel_while_the_prompt_is_still_being_read(open_service: Open, monkeypatch: pytest.MonkeyPatch, close: bool) -> None:
+    service = open_service()
+    prepare, started, go_on = service.prepare, threading.Event(), threading.Event()
+
+    def slow(asked: GenerationRequest) -> EngineRequest:
+        started.set()
+        assert go_on.wait(10)
+        return prepare(asked)
+
+    monkeypatch.setattr(service, "prepare", slow)
+
+    async def run() -> None:
+        stream = service.stream_async(request())
+        reader = asyncio.ensure_future(stream.result())
+        await asyncio.to_thread(started.wait, 10)
+        if close:
+            await stream.aclose()
+        else:
+            assert service.cancel("a")
+            assert not service.cancel("b")
+        go_on.set()
+        with pytest.raises(RequestCancelledError):
+            await reader
+        assert not service.cancel("a")
+
+    asyncio.run(run())
+    assert service.stats().generated_tokens == 0
+
+
+def test_leaving_an_async_loop_cancels(open_service: Open) -> None:
+    service = open_service(tokens_per_second=100)
+
+    async def run() -> None:
+        async for _ in service.stream_async(request(max_tokens=900)):
+            break
+        gc.collect()
+        await asyncio.to_thread(until, lambda: service.stats().running == 0)
+
+    asyncio.run(run())
+
+
+def test_a_failure_in_the_engine_is_one_line(open_service: Open) -> None:
+    service = open_service()
+    answer = _Answer(service.prepare(request()), service.tokenizer)
+    for error, line in ((RuntimeError("bad shape\nframe #0: f() + 0x1"), "bad shape"), (RuntimeError(), "RuntimeError")):
+        with pytest.raises(PocketLLMError) as caught:
+            answer.event(StepOutput("a", (), 0, "error", error=error))
+        assert str(caught.value) == f"Request a failed in the engine: {line}"
+
+
+def test_a_default_budget_refuses_nobody(open_service: Open) -> None:
+    service = open_service(context_length=20)
+    for default, budget in ((None, 15), (6, 6), (600, 15)):
+        assert service.prepare(GenerationRequest("Hello", SamplingParams(), "a", default)).max_tokens == budget
+    assert service.prepare(GenerationRequest("Hello", SamplingParams(max_tokens=9), "a", 3)).max_tokens == 9
 
 
 def test_cancel_from_outside(open_service: Open) -> None:
