@@ -189,21 +189,39 @@ class _Answer:
         return self.last
 
     def output(self) -> GenerationOutput:
-        assert self.last is not None and self.last.finish_reason is not None and self.last.usage is not None
+        if self.last is None or self.last.finish_reason is None or self.last.usage is None:
+            raise _unfinished(self.request.request_id)
         reason: FinishReason = self.last.finish_reason
         return GenerationOutput(self.request.request_id, "".join(self._text), tuple(self._token_ids), reason, self.last.usage)
+
+
+class _Delivery:
+    """Takes one request's steps on the engine's thread. It does not know the stream, which can so be collected while the request is active.
+
+    Args:
+        put: hands a step to the stream's reader.
+    """
+
+    def __init__(self, put: Callable[[StepOutput], object]) -> None:
+        self._put = put
+        self.ended = False  # from then on the id may be another request's, which a cancel would hit
+
+    def __call__(self, step: StepOutput) -> None:
+        self.ended = step.finish_reason is not None
+        self._put(step)
 
 
 class TokenStream(Iterator[TokenEvent]):
     """The events of one request, read by a blocking loop. Closing it early cancels the request."""
 
     def __init__(self, service: GenerationService, request: EngineRequest) -> None:
+        self._done = True  # until submitted: a refused request must not cancel an active one of the same id
         self.request_id = request.request_id
         self._service = service
         self._answer = _Answer(request, service.tokenizer)
         self._steps: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
-        self._done = True  # until submitted: a refused request must not cancel an active one of the same id
-        service.backend.submit(request, self._steps.put)
+        self._delivery = _Delivery(self._steps.put)
+        service.backend.submit(request, self._delivery)
         self._done = False
 
     def __next__(self) -> TokenEvent:
@@ -220,7 +238,7 @@ class TokenStream(Iterator[TokenEvent]):
         return self._answer.event(step)
 
     def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer."""
+        """Read to the end and return the finished answer. Raises as `__next__` does, and RequestCancelledError after `close`."""
         for _ in self:
             pass
         return self._answer.output()
@@ -229,7 +247,8 @@ class TokenStream(Iterator[TokenEvent]):
         """Cancel the request unless it has finished."""
         if not self._done:
             self._done = True
-            self._service.cancel(self.request_id)
+            if not self._delivery.ended:
+                self._service.cancel(self.request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -250,6 +269,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         self._request = request
         self._answer: _Answer | None = None
         self._steps: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._delivery: _Delivery | None = None  # once submitted
         self._done = False
 
     async def start(self) -> None:
@@ -258,8 +278,12 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             return
         try:
             prepared = await asyncio.to_thread(self._service.prepare, self._request)
+            if self._done:
+                return  # closed meanwhile
             self._answer = _Answer(prepared, self._service.tokenizer)
-            self._service.backend.submit(prepared, _deliver_to(asyncio.get_running_loop(), self._steps))
+            delivery = _Delivery(_put_on(asyncio.get_running_loop(), self._steps, self._service.backend))
+            self._service.backend.submit(prepared, delivery)
+            self._delivery = delivery
         except BaseException:
             self._done = True
             raise
@@ -283,26 +307,39 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         return self._answer.event(step)
 
     async def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer."""
+        """Read to the end and return the finished answer. Raises as TokenStream does."""
         async for _ in self:
             pass
-        assert self._answer is not None
+        if self._answer is None:
+            raise _unfinished(self.request_id)
         return self._answer.output()
 
     async def aclose(self) -> None:
         """Cancel the request unless it has finished."""
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if not self._done:
             self._done = True
-            if self._answer is not None:
+            if self._delivery is not None and not self._delivery.ended:
                 self._service.cancel(self.request_id)
 
 
-def _deliver_to(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput]) -> Callable[[StepOutput], None]:
-    def deliver(step: StepOutput) -> None:
-        if not loop.is_closed():
+def _put_on(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput], backend: Backend) -> Callable[[StepOutput], None]:
+    def put(step: StepOutput) -> None:
+        try:
             loop.call_soon_threadsafe(steps.put_nowait, step)
+        except RuntimeError:  # the loop is closed, so nobody reads on
+            backend.cancel(step.request_id)
 
-    return deliver
+    return put
+
+
+def _unfinished(request_id: str) -> RequestCancelledError:
+    return RequestCancelledError(f"Request {request_id} was closed, or had failed, before its answer was finished.")
 
 
 def _first(value: T | None, default: T | None, fallback: T) -> T:
@@ -323,6 +360,8 @@ def as_prompts(prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[
     """
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_list(prompts):
+        raise _no_prompt(prompts)
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [tuple(items)]  # type: ignore[arg-type]
@@ -330,8 +369,16 @@ def as_prompts(prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[
     for item in items:
         if isinstance(item, str):
             found.append(item)
-        elif isinstance(item, Sequence):
-            found.append(tuple(item))
+        elif _is_list(item):
+            found.append(tuple(item))  # type: ignore[arg-type]
         else:
-            raise ConfigurationError(f'"prompt" holds {item!r}: send a string, a list of token ids, or a list of either.', param="prompt")
+            raise _no_prompt(item)
     return found
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _no_prompt(value: object) -> ConfigurationError:
+    return ConfigurationError(f'"prompt" holds {value!r}: send a string, a list of token ids, or a list of either.', param="prompt")

@@ -106,7 +106,10 @@ def build_requests(prompts: Prompts, sampling_params: SamplingParams | Sequence[
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params = [sampling_params or SamplingParams()] * len(items)
     else:
-        params = list(sampling_params)
+        params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise ConfigurationError(f'"sampling_params" = {one!r} is not valid: send a SamplingParams, or a list with one a prompt.', param="sampling_params")
     if len(params) != len(items):
         raise ConfigurationError(
             f'"sampling_params" has {len(params)} entries for {len(items)} prompts: send one for all, or one a prompt.', param="sampling_params"
