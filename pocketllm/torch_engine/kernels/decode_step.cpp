@@ -14,7 +14,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -41,8 +43,13 @@ void wait_for(Condition condition) {
 // machine the caller does the work alone rather than wait for a core.
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
-    for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { help(index); });
+  // Where the system gives fewer than `size - 1` threads, the team is smaller.
+  explicit Team(int size) {
+    threads_.reserve(size - 1);
+    try {
+      for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { help(index); });
+    } catch (const std::exception&) {  // a thread that runs must not be left without its Team
+    }
   }
 
   ~Team() {
@@ -55,9 +62,10 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
 
-  int size() const { return size_; }
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls job(argument, thread index) here and on the helpers that come in time; returns when none of them is in it.
+  // Calls job(argument, thread index) here and on the helpers that come in time; returns when none of them is in it. The job
+  // must not throw: on a helper nobody would catch it.
   void run(void (*job)(void*, int), void* argument) {
     {
       std::lock_guard lock(mutex_);
@@ -96,7 +104,6 @@ class Team {
     }
   }
 
-  const int size_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   void (*job_)(void*, int) = nullptr;  // guarded by mutex_, as the next two
@@ -150,7 +157,8 @@ inline float from_bfloat16(uint16_t value) {
 }
 
 AVX512 void sum_blocks(const float* values, int rows, int cols, float* sums) {
-  for (int block = 0; block < rows * cols / kBlock; ++block) {
+  const size_t blocks = static_cast<size_t>(rows) * cols / kBlock;
+  for (size_t block = 0; block < blocks; ++block) {
     const float* at = values + block * kBlock;
     sums[block] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(at + 16)));
   }
@@ -275,7 +283,7 @@ struct PocketStep {
 
 namespace {
 
-// What one call shares between its threads.
+// What one call shares between its threads. All of its memory is taken here, before a helper could run out of it.
 struct Work {
   Team& team;
   const PocketModel& model;
@@ -288,17 +296,19 @@ struct Work {
   float* logits = nullptr;             // [head_rows, vocab_size]
   int head_rows = 0;
 
-  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), scores(t.size()), taken(phases), done(phases) {
+  Work(Team& t, const PocketModel& m, const PocketStep* s, size_t phases, int rows) : team(t), model(m), step(s), scratch(t.size()), taken(phases), done(phases) {
     const size_t widest = std::max({m.hidden_size, m.intermediate_size, m.num_heads * m.head_dim});
     for (auto& one : scratch) {
       one.values.resize(rows * widest);
       one.sums.resize(rows * widest / kBlock);
     }
+    if (step) scores.assign(t.size(), std::vector<float>(*std::max_element(s->lengths, s->lengths + rows) + kLanes));
   }
 
   // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
   // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
-  // piece after it knows that the phase had not ended. Returns when every piece is done.
+  // piece after it knows that the phase had not ended, and one that gets none does not use what it read. Returns when every
+  // piece is done.
   template <typename Prepare, typename Each>
   void share(int phase, int count, Prepare prepare, Each each) {
     const int piece = std::max(1, count / (team.size() * 8));
@@ -354,7 +364,6 @@ AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std:
     std::memcpy(own, own_key, dim * sizeof(uint16_t));
     std::memcpy(own + value, own_value, dim * sizeof(uint16_t));
   }
-  if (static_cast<int>(scores.size()) < length + kLanes) scores.resize(length + kLanes + 512);
   float highest = -INFINITY;
   for (int position = 0; position < length; ++position) {
     const uint16_t* keys = position == length - 1 ? own_key : slot(position);
@@ -442,27 +451,38 @@ int pocket_decode_supported() {
          __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
 }
 
-void* pocket_team_create(int num_threads) { return new Team(num_threads); }
+// A team of at most `num_threads`, the caller included, or null when the memory is short.
+void* pocket_team_create(int num_threads) try {
+  return new Team(num_threads);
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}
 
 void pocket_team_destroy(void* team) { delete static_cast<Team*>(team); }
 
-// All layers of one step: step->hidden is changed in place, keys and values go to the cache.
-void pocket_decode_layers(void* team, const PocketModel* model, const PocketStep* step) {
+// All layers of one step: step->hidden is changed in place, keys and values go to the cache. 0, or -1 when the memory is short.
+int pocket_decode_layers(void* team, const PocketModel* model, const PocketStep* step) try {
   const size_t rows = step->num_rows;
   Work work(*static_cast<Team*>(team), *model, step, static_cast<size_t>(model->num_layers) * 5, step->num_rows);
   work.qkv.resize(rows * (model->num_heads + 2 * model->num_kv_heads) * model->head_dim);
   work.attended.resize(rows * model->num_heads * model->head_dim);
   work.activated.resize(rows * model->intermediate_size);
   work.team.run(run_layers, &work);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
-// Final norm and output head: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size].
-void pocket_logits(void* team, const PocketModel* model, const float* hidden, int num_rows, float* logits) {
+// Final norm and output head: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size]. 0, or -1 when the memory is short.
+int pocket_logits(void* team, const PocketModel* model, const float* hidden, int num_rows, float* logits) try {
   Work work(*static_cast<Team*>(team), *model, nullptr, 1, num_rows);
   work.head_input = hidden;
   work.logits = logits;
   work.head_rows = num_rows;
   work.team.run(run_head, &work);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 }  // extern "C"

@@ -61,25 +61,26 @@ class DecodeLayer:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The built library, or None where it was not built or this processor lacks AVX-512."""
+def library() -> ctypes.CDLL | str:
+    """The built library, or why there is none, in a few words for people."""
     if not LIBRARY.exists():
-        return None
-    loaded = ctypes.CDLL(str(LIBRARY))
+        return "not built (install with POCKETLLM_BUILD_CPP=1)"
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:  # such as one that was built for another C++ runtime
+        return f"{LIBRARY.name} can't be loaded ({error}): build it again"
     loaded.pocket_team_create.restype = ctypes.c_void_p
     loaded.pocket_team_create.argtypes = [ctypes.c_int]
     loaded.pocket_team_destroy.argtypes = [ctypes.c_void_p]
     loaded.pocket_decode_layers.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
     loaded.pocket_logits.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return loaded if loaded.pocket_decode_supported() else None
+    return loaded if loaded.pocket_decode_supported() else "this processor has no AVX-512"
 
 
 def unsuited(linears: Sequence[StoredTensor], head: StoredTensor, head_dim: int) -> str | None:
     """Why a model's step can't run natively, in a few words for people; None when it can."""
-    if not LIBRARY.exists():
-        return "not built (install with POCKETLLM_BUILD_CPP=1)"
-    if library() is None:
-        return "this processor has no AVX-512"
+    if isinstance(missing := library(), str):
+        return missing
     for tensor in linears:
         if tensor.type not in _Q4_TYPES or tensor.shape[0] % _LANES or tensor.shape[1] % _BLOCK:
             return f"{tensor.name} is {tensor.type}, and it takes {' and '.join(_Q4_TYPES)}"
@@ -138,7 +139,10 @@ class DecodeStep:
         layers: of the model, in order.
         norm: final norm [hidden_size] float32.
         head: from `pack_q8`, [vocab_size / 16, hidden_size / 32, 544].
-        num_threads: threads of a step, the calling one included.
+        num_threads: most threads of a step, the calling one included.
+
+    Raises:
+        MemoryError: the memory is short; `layers` and `logits` raise it too.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class DecodeStep:
         num_threads: int,
     ) -> None:
         native = library()
-        assert native is not None
+        assert not isinstance(native, str), native
         self._native = native
         self._arrays = (list(layers), norm, head)  # kept alive: the structures below hold bare addresses
         self._layers = (_Layer * len(layers))()
@@ -180,6 +184,8 @@ class DecodeStep:
         packed = [array for layer in layers for array in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.num_bytes = head.nbytes + sum(array.nbytes for array in packed)
         self._team: Any = native.pocket_team_create(num_threads)
+        if self._team is None:
+            raise MemoryError("no memory for the threads of the native decode step")
 
     def __del__(self) -> None:
         if getattr(self, "_team", None) is not None:
@@ -203,11 +209,13 @@ class DecodeStep:
         arrays = [array.contiguous() for array in (cos, sin, tables, lengths)]
         assert hidden.is_contiguous()
         step = _Step(hidden.shape[0], tables.shape[1], hidden.data_ptr(), *(array.data_ptr() for array in arrays))
-        self._native.pocket_decode_layers(self._team, ctypes.byref(self._model), ctypes.byref(step))
+        if self._native.pocket_decode_layers(self._team, ctypes.byref(self._model), ctypes.byref(step)):
+            raise MemoryError(f"no memory for a native decode step of {hidden.shape[0]} rows")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
         hidden = hidden.contiguous()
         logits = torch.empty(hidden.shape[0], self._vocab_size)
-        self._native.pocket_logits(self._team, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr())
+        if self._native.pocket_logits(self._team, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr()):
+            raise MemoryError(f"no memory for the logits of {hidden.shape[0]} rows")
         return logits
