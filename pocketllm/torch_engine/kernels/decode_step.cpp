@@ -305,20 +305,19 @@ struct Work {
     if (step) scores.assign(t.size(), std::vector<float>(*std::max_element(s->lengths, s->lengths + rows) + kLanes));
   }
 
-  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
-  // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
-  // piece after it knows that the phase had not ended, and one that gets none does not use what it read. Returns when every
-  // piece is done.
+  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs once on
+  // each thread that gets some, after it has got it: the phase can't end before that piece is done, so what the phase's end
+  // sets free to be changed may be read. Returns when every piece is done.
   template <typename Prepare, typename Each>
   void share(int phase, int count, Prepare prepare, Each each) {
     const int piece = std::max(1, count / (team.size() * 8));
-    if (taken[phase].load(std::memory_order_acquire) < count) {
-      prepare();
-      for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
-        const int last = std::min(first + piece, count);
-        for (int index = first; index < last; ++index) each(index);
-        done[phase].fetch_add(last - first, std::memory_order_release);
-      }
+    bool is_prepared = false;
+    for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
+      if (!is_prepared) prepare();
+      is_prepared = true;
+      const int last = std::min(first + piece, count);
+      for (int index = first; index < last; ++index) each(index);
+      done[phase].fetch_add(last - first, std::memory_order_release);
     }
     wait_for([&] { return done[phase].load(std::memory_order_acquire) == count; });
   }
