@@ -10,11 +10,12 @@ from typing import Any, Self
 from pocketllm.backends.base import Capabilities, ProgressCallback
 from pocketllm.config import EngineArgs
 from pocketllm.errors import BackendUnavailableError
-from pocketllm.generation import AsyncTokenStream, GenerationService
+from pocketllm.generation import GenerationService
 from pocketllm.llm import Prompts, build_request, build_requests
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.sampling_params import SamplingParams
+from pocketllm.token_stream import AsyncTokenStream
 
 
 class AsyncLLM:

@@ -6,26 +6,22 @@ StepOutputs on the engine's thread. Each stream owns a queue; detokenizing happe
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
-from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepOutput
+from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback
 from pocketllm.backends.select import select_backend
 from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
-from pocketllm.errors import ConfigurationError, ContextLengthExceededError, PocketLLMError, RequestCancelledError
+from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
-from pocketllm.outputs import FinishReason, GenerationOutput, TokenEvent, Usage
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.text.chat_template import ChatTemplate, load_chat_template
-from pocketllm.text.detokenizer import Detokenizer
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
+from pocketllm.token_stream import AsyncTokenStream, TokenStream
 
 T = TypeVar("T")
 
@@ -165,169 +161,6 @@ class GenerationService:
         return room if default is None else min(room, default)  # nobody asked for the default, so it refuses nobody
 
 
-class _Answer:
-    """Builds one request's events and its finished output from StepOutputs."""
-
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self._detokenizer = Detokenizer(tokenizer)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._cached_tokens = 0
-        self.last: TokenEvent | None = None
-
-    def event(self, step: StepOutput) -> TokenEvent:
-        if step.finish_reason == "cancelled":
-            raise _cancelled(step.request_id)
-        if step.finish_reason == "error":
-            if isinstance(step.error, PocketLLMError):
-                raise step.error
-            reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
-            raise PocketLLMError(f"Request {step.request_id} failed in the engine: {reason}") from step.error
-        self._cached_tokens = max(self._cached_tokens, step.cached_tokens)
-        text = self._detokenizer.step(step.token_ids)
-        usage = None
-        if step.finish_reason is not None:
-            text += self._detokenizer.finish()
-            usage = Usage(len(self.request.prompt_token_ids), step.num_generated, self._cached_tokens)
-        self._text.append(text)
-        self._token_ids.extend(step.token_ids)
-        self.last = TokenEvent(step.request_id, text, step.token_ids, step.finish_reason, usage)
-        return self.last
-
-    def output(self) -> GenerationOutput:
-        assert self.last is not None and self.last.finish_reason is not None and self.last.usage is not None
-        reason: FinishReason = self.last.finish_reason
-        return GenerationOutput(self.request.request_id, "".join(self._text), tuple(self._token_ids), reason, self.last.usage)
-
-
-class TokenStream(Iterator[TokenEvent]):
-    """The events of one request, read by a blocking loop. Closing it early cancels the request."""
-
-    def __init__(self, service: GenerationService, request: EngineRequest) -> None:
-        self.request_id = request.request_id
-        self._service = service
-        self._answer = _Answer(request, service.tokenizer)
-        self._steps: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
-        self._done = True  # until submitted: a refused request must not cancel an active one of the same id
-        service.backend.submit(request, self._steps.put)
-        self._done = False
-
-    def __next__(self) -> TokenEvent:
-        """The next event.
-
-        Raises:
-            RequestCancelledError: the request was cancelled.
-            PocketLLMError: the request failed in the engine.
-        """
-        if self._done:
-            raise StopIteration
-        step = self._steps.get()
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
-
-    def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer."""
-        for _ in self:
-            pass
-        return self._answer.output()
-
-    def close(self) -> None:
-        """Cancel the request unless it has finished."""
-        if not self._done:
-            self._done = True
-            self._service.cancel(self.request_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class AsyncTokenStream(AsyncIterator[TokenEvent]):
-    """The events of one request, read by an event loop. Closing it early, or cancelling the task that reads it, cancels the request."""
-
-    def __init__(self, service: GenerationService, request: GenerationRequest) -> None:
-        self.request_id = request.request_id
-        self._service = service
-        self._request = request
-        self._answer: _Answer | None = None
-        self._steps: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._done = False
-        self.is_cancelled = False  # set while the request is being prepared, when the backend does not know it yet
-
-    async def start(self) -> None:
-        """Prepare and submit the request, once; later calls do nothing. Raises what `prepare` and `Backend.submit` raise."""
-        if self._answer is not None or self._done:
-            return
-        self._service._preparing.add(self)
-        try:
-            prepared = await asyncio.to_thread(self._service.prepare, self._request)
-            if self.is_cancelled:
-                raise _cancelled(self.request_id)
-            answer = _Answer(prepared, self._service.tokenizer)
-            self._service.backend.submit(prepared, _deliver_to(asyncio.get_running_loop(), self._steps))
-            self._answer = answer
-        except BaseException:
-            self._done = True
-            raise
-        finally:
-            self._service._preparing.discard(self)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens; 0 before `start`."""
-        return 0 if self._answer is None else len(self._answer.request.prompt_token_ids)
-
-    async def __anext__(self) -> TokenEvent:
-        """The next event. Raises as TokenStream does."""
-        await self.start()
-        if self._done or self._answer is None:
-            raise StopAsyncIteration
-        try:
-            step = await self._steps.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
-
-    async def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer."""
-        async for _ in self:
-            pass
-        assert self._answer is not None
-        return self._answer.output()
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has finished."""
-        if not self._done:
-            self._done = self.is_cancelled = True
-            if self._answer is not None:
-                self._service.cancel(self.request_id)
-
-    def __del__(self) -> None:
-        # A loop that was left with `break` has nobody to close the stream.
-        if not self._done and self._answer is not None:
-            self._service.cancel(self.request_id)
-
-
-def _deliver_to(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput]) -> Callable[[StepOutput], None]:
-    def deliver(step: StepOutput) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(steps.put_nowait, step)
-
-    return deliver
-
-
-def _cancelled(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"Request {request_id} was cancelled.")
-
-
 def _first(value: T | None, default: T | None, fallback: T) -> T:
     if value is not None:
         return value
@@ -346,6 +179,8 @@ def as_prompts(prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[
     """
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_list(prompts):
+        raise _no_prompt(prompts)
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [tuple(items)]  # type: ignore[arg-type]
@@ -353,8 +188,16 @@ def as_prompts(prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[
     for item in items:
         if isinstance(item, str):
             found.append(item)
-        elif isinstance(item, Sequence):
-            found.append(tuple(item))
+        elif _is_list(item):
+            found.append(tuple(item))  # type: ignore[arg-type]
         else:
-            raise ConfigurationError(f'"prompt" holds {item!r}: send a string, a list of token ids, or a list of either.', param="prompt")
+            raise _no_prompt(item)
     return found
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _no_prompt(value: object) -> ConfigurationError:
+    return ConfigurationError(f'"prompt" holds {value!r}: send a string, a list of token ids, or a list of either.', param="prompt")

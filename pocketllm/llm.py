@@ -10,11 +10,12 @@ from typing import Any, Self
 from pocketllm.backends.base import Capabilities, ProgressCallback
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError
-from pocketllm.generation import GenerationService, TokenStream, as_prompts
+from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
+from pocketllm.token_stream import TokenStream
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
@@ -106,7 +107,10 @@ def build_requests(prompts: Prompts, sampling_params: SamplingParams | Sequence[
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params = [sampling_params or SamplingParams()] * len(items)
     else:
-        params = list(sampling_params)
+        params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise ConfigurationError(f'"sampling_params" = {one!r} is not valid: send a SamplingParams, or a list with one a prompt.', param="sampling_params")
     if len(params) != len(items):
         raise ConfigurationError(
             f'"sampling_params" has {len(params)} entries for {len(items)} prompts: send one for all, or one a prompt.', param="sampling_params"

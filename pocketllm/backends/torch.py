@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,6 @@ class TorchBackend(Backend):
         self._args = args
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
-        self._closed = False
         self._num_threads, self._native_kernels = _plane_options(args)
         self._context_length = _context_length(args, checkpoint)
         self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
@@ -57,10 +58,13 @@ class TorchBackend(Backend):
             env.rest_openmp_threads()  # spinning, they would take the cores of the native kernels' own threads
         from pocketllm.torch_engine.engine import Engine
 
-        self._engine = Engine(lambda: self._build(progress))
+        self._engine = engine = Engine(lambda check_open: self._build(progress, check_open))
+        # Whoever drops this backend without closing it, or leaves the interpreter, still stops the thread.
+        weakref.finalize(self, engine.close)
+        engine.wait_until_built()
         progress(LoadProgress(1.0, "ready"))
 
-    def _build(self, progress: ProgressCallback) -> tuple[Scheduler, ModelRunner]:
+    def _build(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Scheduler, ModelRunner]:
         """Load the weights and make room for the KV cache, on the engine's thread."""
         import torch
 
@@ -78,6 +82,7 @@ class TorchBackend(Backend):
         num_blocks = self._num_blocks(2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize)
 
         def on_layer(done: int) -> None:
+            check_open()
             progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
 
         with torch.inference_mode():
@@ -102,7 +107,7 @@ class TorchBackend(Backend):
         return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
-        if self._engine is None:
+        if self._engine is None or self._engine.health().state == "loading":
             raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
         vocab_size = self._capabilities.vocab_size
         if request.prompt_token_ids and not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
@@ -113,15 +118,12 @@ class TorchBackend(Backend):
         return self._engine is not None and self._engine.cancel(request_id)
 
     def health(self) -> Health:
-        if self._engine is None:
-            return Health("closed" if self._closed else "loading")
-        return self._engine.health()
+        return Health("loading") if self._engine is None else self._engine.health()
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._engine is None else self._engine.stats()
 
     def close(self) -> None:
-        self._closed = True
         if self._engine is not None:
             self._engine.close()
 

@@ -15,37 +15,54 @@ from pocketllm.torch_engine.scheduler import Row, RowUpdate, Scheduler
 
 logger = logging.getLogger(__name__)
 
+Build = Callable[[Callable[[], None]], tuple[Scheduler, ModelRunner]]
+
 
 class Engine:
-    """One scheduler and one model runner on one thread.
+    """One scheduler and one model runner on one thread, which begins at once; `wait_until_built` says when it takes requests.
 
-    `submit`, `cancel`, `health` and `stats` may be called from any thread: they hand over to the loop or read what it left.
+    `submit`, `cancel`, `health`, `stats` and `close` may be called from any thread: they hand over to the loop or read what it left.
     A row whose logits or whose listener fail ends alone; an exception in a step ends every row, and the engine is dead.
+    The thread is a daemon, and Python ends such a thread in the middle of an operator, which aborts the process: whoever owns an
+    engine closes it before the interpreter exits.
 
     Args:
         build: makes the scheduler and the runner. It runs on the engine's thread, so that this is the only thread on which
             torch computes: each computing thread has its own OpenMP team, and teams that together outnumber the cores stop spinning
-            and sleep at every operator, which halves the speed of decoding.
-
-    Raises:
-        What `build` raises.
+            and sleep at every operator, which halves the speed of decoding. It is given a function that it calls now and then, and
+            that raises once the engine is closed.
     """
 
-    def __init__(self, build: Callable[[], tuple[Scheduler, ModelRunner]]) -> None:
+    def __init__(self, build: Build) -> None:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
         self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
         self._listeners: dict[str, StepCallback] = {}  # guarded by _wake
-        self._health = Health("ready")
+        self._health = Health("loading")
         self._closing = False
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
-        built: Future[tuple[Scheduler, ModelRunner]] = Future()
-        self._thread = threading.Thread(target=self._main, args=(build, built), name="pocketllm-engine", daemon=True)
+        self._scheduler: Scheduler  # set by the thread, before it is ready
+        self._build: Build | None = build
+        self._built: Future[None] = Future()
+        self._thread = threading.Thread(target=self._main, name="pocketllm-engine", daemon=True)
         self._thread.start()
-        self._scheduler, self._runner = built.result()
+
+    def wait_until_built(self) -> None:
+        """Return once requests are taken. An interrupt, such as Ctrl-C, closes the engine.
+
+        Raises:
+            What `build` raises.
+        """
+        try:
+            self._built.result()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         """Queue a request. Raises as Backend.submit does."""
+        if self._is_lost():
+            raise BackendUnavailableError("The engine did not come along into this process, a fork of the one that loaded the model: load it here.")
         with self._wake:
             if self._health.state != "ready" or self._closing:
                 state = "closing" if self._health.state == "ready" else self._health.state
@@ -62,6 +79,8 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the next step boundary. False if it is not active."""
+        if self._is_lost():
+            return False
         with self._wake:
             if request_id not in self._active:
                 return False
@@ -73,6 +92,8 @@ class Engine:
         return self._health
 
     def stats(self) -> EngineStats:
+        if not self._built.done() or self._built.exception() is not None:
+            return EngineStats()
         scheduler, pool = self._scheduler, self._scheduler.pool
         with self._wake:
             active = len(self._active)
@@ -89,7 +110,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop the loop after the step under way; requests still active end with "cancelled"."""
+        """Stop the loop after the step under way, or the build at its next check, and free the model; requests still active end with "cancelled"."""
+        if self._is_lost():
+            return
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -110,21 +133,35 @@ class Engine:
                 param="max_tokens",
             )
 
-    def _main(self, build: Callable[[], tuple[Scheduler, ModelRunner]], built: Future[tuple[Scheduler, ModelRunner]]) -> None:
-        try:
-            self._scheduler, self._runner = build()
-        except BaseException as error:  # the constructor raises it
-            built.set_exception(error)
-        else:
-            built.set_result((self._scheduler, self._runner))
-            self._run()
+    def _is_lost(self) -> bool:
+        """Whether this process is a fork, which has the engine's memory and locks but not its thread."""
+        return self._health.state in ("loading", "ready") and not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _check_open(self) -> None:
+        if self._closing:
+            raise BackendUnavailableError("The engine was closed while the model loaded.")
+
+    def _main(self) -> None:
+        # The runner is a variable of this thread alone, so that the model is freed when the thread ends.
+        try:
+            assert self._build is not None
+            self._scheduler, runner = self._build(self._check_open)
+        except BaseException as error:  # wait_until_built raises it
+            self._health = Health("closed") if self._closing else Health("dead", f"the model could not be loaded: {error}")
+            self._built.set_exception(error)
+            return
+        finally:
+            self._build = None  # it may hold the engine's owner
+        self._health = Health("ready")
+        self._built.set_result(None)
+        self._run(runner)
+
+    def _run(self, runner: ModelRunner) -> None:
         try:
             while self._await_work():
                 step = self._scheduler.schedule()
                 if step:
-                    sampled = self._runner.execute(step)
+                    sampled = runner.execute(step)
                     failed = {place for place, token_id in sampled.items() if token_id is None}
                     self._fail_rows([step[place].row for place in sorted(failed)])
                     computed = [scheduled for place, scheduled in enumerate(step) if place not in failed]
@@ -145,8 +182,8 @@ class Engine:
                     self._wake.wait()
                 if self._closing:
                     return False
-                messages = list(self._inbox)
-                self._inbox.clear()
+                # A swap, since a stream that the garbage collector finds between two steps of a copy would lose its cancel.
+                messages, self._inbox = self._inbox, deque()
             for message in messages:
                 message()
             if self._scheduler.running or self._scheduler.waiting:
@@ -191,8 +228,11 @@ class Engine:
 
     def _stop(self, health: Health, error: BaseException | None) -> None:
         """End every request and refuse new ones."""
-        for row in list(self._scheduler.rows()):
-            self._scheduler.remove(row)
+        try:
+            for row in list(self._scheduler.rows()):
+                self._scheduler.remove(row)
+        except Exception:  # what failed may have been the scheduler itself; its rows still hear of their end
+            logger.exception("The rows of the engine could not be released")
         with self._wake:
             self._health = health
             request_ids = list(self._active)

@@ -87,10 +87,16 @@ class Weights:
         data = self._checkpoint.gguf.tensors[stored].data
         if info.type in _FLOAT_TYPES:
             return StoredTensor(stored, info.type, shape, None, _as_float(data, info.type).reshape(shape))
+        if len(shape) != 2:
+            raise ConfigurationError(
+                f"Tensor {stored} of {self._checkpoint.path} is a vector stored as {info.type}, and vectors are stored as {', '.join(_FLOAT_TYPES)}: "
+                "download or convert the model again.",
+                param="model",
+            )
         return StoredTensor(stored, info.type, shape, data.reshape(shape[0], -1), None)
 
     def finish(self) -> None:
-        """Check that every tensor of the file was taken, and let go of the files.
+        """Check that every tensor of the file was taken.
 
         Raises:
             ConfigurationError: naming the first of those left.
@@ -103,6 +109,9 @@ class Weights:
                 "the file is of another architecture than it says.",
                 param="model",
             )
+
+    def release(self) -> None:
+        """Let go of the files, for when what was taken has been packed: reading a taken tensor pages its part of the file in."""
         self._open_files.clear()
         if self._checkpoint.gguf is not None:
             self._checkpoint.gguf.release_pages()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pocketllm.config import EngineArgs
-from pocketllm.generation import GenerationService, TokenStream
+from pocketllm.generation import GenerationService
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
+from pocketllm.token_stream import TokenStream
 from pocketllm.torch_engine.layers.linear import has_float16_packing
 from tests.conformance.llama_oracle import Oracle
 

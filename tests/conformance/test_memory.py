@@ -27,6 +27,27 @@ def peak_resident_bytes(pid: int) -> int:
     return int(match[1]) * 1024
 
 
+def mapped_resident_bytes(pid: int, name: str) -> int:
+    """Memory that pages of the mapped files of that name take."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith("/" + name)
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mapped memory is read from /proc, which this system does not have")
+def test_a_loaded_model_keeps_no_page_of_its_file(default_model: Path) -> None:
+    server = serve("--model", default_model, "--max-model-len", 512)
+    try:
+        wait_until_ready(server)
+        assert mapped_resident_bytes(server.process.pid, default_model.name) < 2**20
+    finally:
+        server.kill()
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which this system does not have")
 def test_eight_full_contexts_fit(default_model: Path) -> None:
     tokenizer = load_tokenizer(open_checkpoint(default_model, "auto"))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from pocketllm.torch_engine.kernels import native
 from pocketllm.torch_engine.kernels.native import DecodeLayer, DecodeStep, Q4Linear, Team, library, pack_q4, pack_q8, unsuited
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.weights import StoredTensor
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, VOCAB, LAYERS, BLOCK_SIZE, EPS = 6, 2, 32, 64, 96, 80, 3, 4, 1e-5
-needs_library = pytest.mark.skipif(library() is None, reason="the native library is not built here, or the processor has no AVX-512")
+needs_library = pytest.mark.skipif(isinstance(library(), str), reason="the native library is not built here, or the processor has no AVX-512")
 
 
 def matrix(rng: np.random.Generator, tensor_type: str, rows: int, columns: int) -> StoredTensor:
@@ -166,6 +170,54 @@ def test_values_that_are_not_finite_reach_the_logits() -> None:
     states, logits = run(Model("Q4_1", 2), hidden, POSITIONS[:2], TABLES[:2], new_cache())
     assert not torch.isfinite(states[0]).any()
     assert torch.isfinite(logits[1]).all()
+
+
+@needs_library
+def test_short_memory_is_an_exception_and_the_next_step_runs() -> None:
+    model = Model("Q4_1", 2)
+    hidden = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
+    cos, sin = model.rope.at(torch.tensor([0]))
+    before = run(model, hidden, [0], [[0]], new_cache())
+    with pytest.raises(MemoryError, match="no memory for a native decode step of 1 rows"):
+        model.step.layers(hidden.clone(), cos[:, 0], sin[:, 0], torch.tensor([[0]]), torch.tensor([2**58]), new_cache())
+    after = run(model, hidden, [0], [[0]], new_cache())
+    assert torch.equal(before[1], after[1])
+
+
+LIMITED = """
+import resource, sys
+sys.path[:0] = sys.argv[1:]
+import torch
+import test_native as t
+hidden = torch.randn(1, t.HIDDEN, generator=torch.Generator().manual_seed(1))
+_, expected = t.run(t.Model("Q4_1", 1), hidden, [0], [[0]], t.new_cache())
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))  # room for the stacks of a few threads
+_, logits = t.run(t.Model("Q4_1", 1000), hidden, [0], [[0]], t.new_cache())
+print(torch.equal(logits, expected))
+"""
+
+
+@needs_library
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from /proc, which this system does not have")
+def test_a_team_is_as_large_as_the_system_allows() -> None:
+    here = Path(__file__).parent
+    result = subprocess.run([sys.executable, "-c", LIMITED, str(here), str(here.parent.parent)], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(native, "NATIVE_LIBRARY", broken)
+    q4 = StoredTensor("q", "Q4_1", (32, 64), None, None)
+    library.cache_clear()
+    try:
+        why = str(unsuited([q4], q4, 64))
+    finally:
+        library.cache_clear()
+    assert why.startswith("libbroken.so can't be loaded (")
+    assert "\n" not in why
 
 
 @needs_library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_llama import tiny_tensors, write_tiny_llama
+from tiny_llama import CONFIG, tiny_tensors, write_tiny_llama
 
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
-from pocketllm.errors import ConfigurationError
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.gguf_file import open_gguf
 from pocketllm.torch_engine.models.llama import Llama, gguf_name
 from pocketllm.torch_engine.weights import StoredTensor, Weights
@@ -134,6 +135,22 @@ def test_gguf_types_hold_what_gguf_says(kind: str, tmp_path: Path) -> None:
     assert torch.equal(tensor.float(), expected)
     order = torch.tensor([5, 0, 3, 1, 2, 4])
     assert torch.equal(tensor.select_rows(order).float(), expected[order])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_vector_of_a_block_type_is_refused(kind: str, tmp_path: Path) -> None:
+    weights = Weights(gguf_checkpoint(tmp_path / "t.gguf", np.ones(64, np.float32)), str)
+    assert weights.take("F16", (64,)).float().tolist() == [1.0] * 64
+    with pytest.raises(ConfigurationError, match=f"Tensor {kind} of .* is a vector stored as {kind}, and vectors are stored as F32, F16, BF16") as caught:
+        weights.take(kind, (64,))
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, tiny_tensors())
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 7}), encoding="utf-8")
+    with pytest.raises(UnsupportedFeatureError, match="has heads of 7 values"):
+        load(tmp_path)
 
 
 def test_gguf_names() -> None:

@@ -13,10 +13,12 @@ import pytest
 
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, ContextLengthExceededError, PocketLLMError, RequestCancelledError
-from pocketllm.generation import GenerationService, _Answer, as_prompts
+from pocketllm.generation import GenerationService, as_prompts
+from pocketllm.llm import build_requests
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import SamplingParams
+from pocketllm.token_stream import _Answer
 from tests.fake_serving import fake, make_service
 
 Open = Callable[..., GenerationService]
@@ -164,15 +166,21 @@ def test_early_end_cancels(open_service: Open, how: str) -> None:
     assert service.stats().generated_tokens < 400
 
 
-@pytest.mark.parametrize("how", ["aclose", "task"])
+@pytest.mark.parametrize("how", ["aclose", "forget", "end of the loop", "task"])
 def test_early_end_cancels_async(open_service: Open, how: str) -> None:
     service = open_service(tokens_per_second=100)
+    kept: list[Any] = []
 
     async def run() -> None:
         stream = service.stream_async(request(max_tokens=500))
         if how == "aclose":
             await anext(stream)
             await stream.aclose()
+        elif how == "forget":
+            await anext(stream)
+        elif how == "end of the loop":
+            await anext(stream)
+            kept.append(stream)
         else:
             task = asyncio.ensure_future(stream.result())
             await asyncio.sleep(0.1)
@@ -182,6 +190,50 @@ def test_early_end_cancels_async(open_service: Open, how: str) -> None:
 
     asyncio.run(run())
     until(lambda: service.stats().running == 0)
+    assert service.stats().generated_tokens < 400
+
+
+def test_closing_a_stream_that_has_ended_spares_the_next_request_of_its_id(open_service: Open) -> None:
+    service = open_service(tokens_per_second=200)
+
+    async def run() -> None:
+        first, second = service.stream(request()), service.stream_async(request(request_id="b"))
+        await second.start()
+        until(lambda: service.stats().generated_tokens == 16 and service.stats().running == 0)
+        await asyncio.sleep(0.05)  # the last outputs are handed over after the count
+        again, async_again = service.stream(request()), service.stream_async(request(request_id="b"))
+        await async_again.start()
+        first.close()
+        await second.aclose()
+        assert again.result().finish_reason == "length"
+        assert (await async_again.result()).finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_closing_while_the_prompt_is_prepared_submits_nothing(open_service: Open) -> None:
+    service = open_service(tokens_per_second=100)
+
+    async def run() -> None:
+        stream = service.stream_async(request(max_tokens=500))
+        starting = asyncio.ensure_future(stream.start())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        await starting
+        assert [event async for event in stream] == []
+        with pytest.raises(RequestCancelledError, match="Request a was closed"):
+            await stream.result()
+
+    asyncio.run(run())
+    assert service.stats().prompt_tokens == service.stats().waiting == 0
+
+
+def test_result_of_a_closed_stream_is_a_cancelled_request(open_service: Open) -> None:
+    stream = open_service(tokens_per_second=100).stream(request(max_tokens=500))
+    next(stream)
+    stream.close()
+    with pytest.raises(RequestCancelledError, match="Request a was closed"):
+        stream.result()
 
 
 def test_refused_duplicate_leaves_the_first_alone(open_service: Open) -> None:
@@ -299,6 +351,15 @@ def test_prompt_shapes(prompts: Any, found: list[Any]) -> None:
     assert as_prompts(prompts) == found
 
 
-def test_other_prompt_shapes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match='"prompt" holds None'):
-        as_prompts([None])  # type: ignore[list-item]
+@pytest.mark.parametrize("prompts", [[None], None, 5, b"ab", [b"ab"], {"a": 1}])
+def test_other_prompt_shapes_are_refused(prompts: Any) -> None:
+    with pytest.raises(ConfigurationError, match='"prompt" holds ') as caught:
+        as_prompts(prompts)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, [{"max_tokens": 5}], 5, "ab"])
+def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
+        build_requests("Hi", params, None)
+    assert caught.value.param == "sampling_params"

@@ -21,7 +21,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -50,8 +52,13 @@ void wait_for(Condition condition) {
 // machine the caller does the work alone rather than wait for a core.
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
-    for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { help(index); });
+  // Where the system gives fewer than `size - 1` threads, the team is smaller.
+  explicit Team(int size) {
+    threads_.reserve(size - 1);
+    try {
+      for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { help(index); });
+    } catch (const std::exception&) {  // a thread that runs must not be left without its Team
+    }
   }
 
   ~Team() {
@@ -64,9 +71,10 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
 
-  int size() const { return size_; }
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls job(argument, thread index) here and on the helpers that come in time; returns when none of them is in it.
+  // Calls job(argument, thread index) here and on the helpers that come in time; returns when none of them is in it. The job
+  // must not throw: on a helper nobody would catch it.
   void run(void (*job)(void*, int), void* argument) {
     {
       std::lock_guard lock(mutex_);
@@ -105,7 +113,6 @@ class Team {
     }
   }
 
-  const int size_;
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   void (*job_)(void*, int) = nullptr;  // guarded by mutex_, as the next two
@@ -121,19 +128,19 @@ struct Phases {
 
   explicit Phases(size_t count) : taken(count), done(count) {}
 
-  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs on
-  // each thread that may get some, before. It may read what this phase's end sets free to be changed: a thread that gets a
-  // piece after it knows that the phase had not ended. Returns when every piece is done.
+  // One phase: each(index) for all of [0, count), handed out in pieces to whichever thread comes first. `prepare` runs once on
+  // each thread that gets some, after it has got it: the phase can't end before that piece is done, so what the phase's end
+  // sets free to be changed may be read. Returns when every piece is done.
   template <typename Prepare, typename Each>
   void share(int team_size, int phase, int count, Prepare prepare, Each each) {
     const int piece = std::max(1, count / (team_size * 8));
-    if (taken[phase].load(std::memory_order_acquire) < count) {
-      prepare();
-      for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
-        const int last = std::min(first + piece, count);
-        for (int index = first; index < last; ++index) each(index);
-        done[phase].fetch_add(last - first, std::memory_order_release);
-      }
+    bool is_prepared = false;
+    for (int first; (first = taken[phase].fetch_add(piece, std::memory_order_acq_rel)) < count;) {
+      if (!is_prepared) prepare();
+      is_prepared = true;
+      const int last = std::min(first + piece, count);
+      for (int index = first; index < last; ++index) each(index);
+      done[phase].fetch_add(last - first, std::memory_order_release);
     }
     wait_for([&] { return done[phase].load(std::memory_order_acquire) == count; });
   }
@@ -171,7 +178,8 @@ AVX512 inline void store_half(uint16_t* target, const float* source) {
 }
 
 AVX512 void sum_blocks(const float* values, int rows, int cols, float* sums) {
-  for (int block = 0; block < rows * cols / kBlock; ++block) {
+  const size_t blocks = static_cast<size_t>(rows) * cols / kBlock;
+  for (size_t block = 0; block < blocks; ++block) {
     const float* at = values + block * kBlock;
     sums[block] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(at + 16)));
   }
@@ -296,7 +304,7 @@ struct PocketStep {
 
 namespace {
 
-// What one call shares between its threads.
+// What one call shares between its threads. All of its memory is taken here, before a helper could run out of it.
 struct Work {
   Team& team;
   const PocketModel& model;
@@ -315,6 +323,7 @@ struct Work {
       one.values.resize(rows * widest);
       one.sums.resize(rows * widest / kBlock);
     }
+    if (step) scores.assign(t.size(), std::vector<float>(*std::max_element(s->lengths, s->lengths + rows) + kLanes));
   }
 };
 
@@ -358,7 +367,6 @@ AVX512 void attend(Work& work, const PocketLayer& layer, int row, int head, std:
     std::memcpy(own, own_key, dim * sizeof(uint16_t));
     std::memcpy(own + value, own_value, dim * sizeof(uint16_t));
   }
-  if (static_cast<int>(scores.size()) < length + kLanes) scores.resize(length + kLanes + 512);
   float highest = -INFINITY;
   for (int position = 0; position < length; ++position) {
     const uint16_t* keys = position == length - 1 ? own_key : slot(position);
@@ -445,6 +453,7 @@ struct Product {
   float* y;               // [rows, out]
   int rows, cols, out;
   std::vector<uint16_t> high, low;  // AMX: [row tile, block, 16 rows, 32] bfloat16: x = high + low
+  std::vector<std::vector<uint16_t>> weights;  // AMX, a thread: one unpacked tile
   std::vector<float> sums;          // of blocks; AMX: [row tile, block, 16 rows], else [rows, cols / 32]
   Phases phases{2};
 };
@@ -558,17 +567,17 @@ AMX void amx_tile(Product& p, int tile, const uint8_t* packed, const uint16_t* w
   }
 }
 
-AMX void run_amx(void* argument, int) {
+AMX void run_amx(void* argument, int thread) {
   Product& p = *static_cast<Product*>(argument);
   const int blocks = p.cols / kBlock;
   const TileConfig config;
-  std::vector<uint16_t> weights(static_cast<size_t>(blocks) * 512);
+  uint16_t* weights = p.weights[thread].data();
   p.phases.share(p.team.size(), 0, (p.rows + kLanes - 1) / kLanes, [] {}, [&](int tile) { split_rows(p, tile); });
   _tile_loadconfig(&config);
   p.phases.share(p.team.size(), 1, p.out / kLanes, [] {}, [&](int tile) AMX {
     const uint8_t* packed = p.matrix + static_cast<size_t>(tile) * blocks * kQ4Bytes;
-    unpack_tile(packed, blocks, weights.data());
-    amx_tile(p, tile, packed, weights.data());
+    unpack_tile(packed, blocks, weights);
+    amx_tile(p, tile, packed, weights);
   });
   _tile_release();
 }
@@ -609,40 +618,56 @@ int pocket_amx_supported() {
   return supported;
 }
 
-// y = x W^T with W as Q4 tiles: x [rows, cols] -> y [rows, out], both float32.
-void pocket_q4_product(void* team, const uint8_t* matrix, const float* x, float* y, int rows, int cols, int out) {
+// y = x W^T with W as Q4 tiles: x [rows, cols] -> y [rows, out], both float32. 1 when the memory is short, else 0.
+int pocket_q4_product(void* team, const uint8_t* matrix, const float* x, float* y, int rows, int cols, int out) try {
   const bool amx = rows >= 12 && pocket_amx_supported();
-  Product product{*static_cast<Team*>(team), matrix, x, y, rows, cols, out, {}, {}, {}};
+  const int blocks = cols / kBlock;
   const size_t padded = amx ? (static_cast<size_t>(rows) + kLanes - 1) / kLanes * kLanes : rows;
-  product.sums.resize(padded * (cols / kBlock));
+  Product product{*static_cast<Team*>(team), matrix, x, y, rows, cols, out, {}, {}, {}, {}};
+  product.sums.resize(padded * blocks);
   if (amx) {
     product.high.resize(padded * cols);
     product.low.resize(padded * cols);
+    product.weights.assign(product.team.size(), std::vector<uint16_t>(static_cast<size_t>(blocks) * kLanes * kBlock));
   }
   product.team.run(amx ? run_amx : run_avx512, &product);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
 }
 
-void* pocket_team_create(int num_threads) { return new Team(num_threads); }
+// A team of at most `num_threads`, the caller included, or null when the memory is short.
+void* pocket_team_create(int num_threads) try {
+  return new Team(num_threads);
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}
 
 void pocket_team_destroy(void* team) { delete static_cast<Team*>(team); }
 
-// All layers of one step: step->hidden is changed in place, keys and values go to the cache.
-void pocket_decode_layers(void* team, const PocketModel* model, const PocketStep* step) {
+// All layers of one step: step->hidden is changed in place, keys and values go to the cache. 0, or -1 when the memory is short.
+int pocket_decode_layers(void* team, const PocketModel* model, const PocketStep* step) try {
   const size_t rows = step->num_rows;
   Work work(*static_cast<Team*>(team), *model, step, static_cast<size_t>(model->num_layers) * 5, step->num_rows);
   work.qkv.resize(rows * (model->num_heads + 2 * model->num_kv_heads) * model->head_dim);
   work.attended.resize(rows * model->num_heads * model->head_dim);
   work.activated.resize(rows * model->intermediate_size);
   work.team.run(run_layers, &work);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
-// Final norm and output head: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size].
-void pocket_logits(void* team, const PocketModel* model, const float* hidden, int num_rows, float* logits) {
+// Final norm and output head: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size]. 0, or -1 when the memory is short.
+int pocket_logits(void* team, const PocketModel* model, const float* hidden, int num_rows, float* logits) try {
   Work work(*static_cast<Team*>(team), *model, nullptr, 1, num_rows);
   work.head_input = hidden;
   work.logits = logits;
   work.head_rows = num_rows;
   work.team.run(run_head, &work);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 }  // extern "C"

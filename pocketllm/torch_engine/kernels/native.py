@@ -61,26 +61,27 @@ class DecodeLayer:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The built library, or None where it was not built or this processor lacks AVX-512."""
+def library() -> ctypes.CDLL | str:
+    """The built library, or why there is none, in a few words for people."""
     if not NATIVE_LIBRARY.exists():
-        return None
-    loaded = ctypes.CDLL(str(NATIVE_LIBRARY))
+        return "not built (install with POCKETLLM_BUILD_CPP=1)"
+    try:
+        loaded = ctypes.CDLL(str(NATIVE_LIBRARY))
+    except OSError as error:  # such as one that was built for another C++ runtime
+        return f"{NATIVE_LIBRARY.name} can't be loaded ({error}): build it again"
     loaded.pocket_q4_product.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     loaded.pocket_team_create.restype = ctypes.c_void_p
     loaded.pocket_team_create.argtypes = [ctypes.c_int]
     loaded.pocket_team_destroy.argtypes = [ctypes.c_void_p]
     loaded.pocket_decode_layers.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.POINTER(_Step)]
     loaded.pocket_logits.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Model), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    return loaded if loaded.pocket_supported() else None
+    return loaded if loaded.pocket_supported() else "this processor has no AVX-512"
 
 
 def unsuited(linears: Sequence[StoredTensor], head: StoredTensor, head_dim: int) -> str | None:
     """Why a model can't run on the native kernels, in a few words for people; None when it can."""
-    if not NATIVE_LIBRARY.exists():
-        return "not built (install with POCKETLLM_BUILD_CPP=1)"
-    if library() is None:
-        return "this processor has no AVX-512"
+    if isinstance(missing := library(), str):
+        return missing
     for tensor in linears:
         if tensor.type not in _Q4_TYPES or tensor.shape[0] % _LANES or tensor.shape[1] % _BLOCK:
             return f"{tensor.name} is {tensor.type}, and it takes {' and '.join(_Q4_TYPES)}"
@@ -132,13 +133,22 @@ def _by_tile(values: np.ndarray) -> np.ndarray:
 
 
 class Team:
-    """Threads that compute together, the calling one included; they rest between calls."""
+    """Threads that compute together; they rest between calls.
+
+    Args:
+        num_threads: most threads, the calling one included; fewer where the system allows no more.
+
+    Raises:
+        MemoryError: the memory is short.
+    """
 
     def __init__(self, num_threads: int) -> None:
         native = library()
-        assert native is not None
+        assert not isinstance(native, str), native
         self._native = native
         self.handle: Any = native.pocket_team_create(num_threads)
+        if self.handle is None:
+            raise MemoryError("no memory for the threads of the native kernels")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None) is not None:
@@ -151,11 +161,14 @@ class Q4Linear:
     Args:
         matrix: from `pack_q4`.
         team: threads that compute it.
+
+    Raises:
+        MemoryError: on a call, the memory is short.
     """
 
     def __init__(self, matrix: np.ndarray, team: Team) -> None:
         native = library()
-        assert native is not None
+        assert not isinstance(native, str), native
         self._native, self._matrix, self._team = native, matrix, team
         self._out, self._in = matrix.shape[0] * _LANES, matrix.shape[1] * _BLOCK
         self.num_bytes = matrix.nbytes
@@ -164,7 +177,8 @@ class Q4Linear:
         x = x.contiguous()
         assert x.shape[1] == self._in
         y = torch.empty(x.shape[0], self._out)
-        self._native.pocket_q4_product(self._team.handle, self._matrix.ctypes.data, x.data_ptr(), y.data_ptr(), x.shape[0], self._in, self._out)
+        if self._native.pocket_q4_product(self._team.handle, self._matrix.ctypes.data, x.data_ptr(), y.data_ptr(), x.shape[0], self._in, self._out):
+            raise MemoryError(f"no memory for a product of {x.shape[0]} rows")
         return y
 
 
@@ -177,6 +191,9 @@ class DecodeStep:
         norm: final norm [hidden_size] float32.
         head: from `pack_q8`, [vocab_size / 16, hidden_size / 32, 544].
         team: threads that compute a step.
+
+    Raises:
+        MemoryError: the memory is short; `layers` and `logits` raise it too.
     """
 
     def __init__(
@@ -193,7 +210,7 @@ class DecodeStep:
         team: Team,
     ) -> None:
         native = library()
-        assert native is not None
+        assert not isinstance(native, str), native
         self._native = native
         self._arrays = (list(layers), norm, head)  # kept alive: the structures below hold bare addresses
         self._layers = (_Layer * len(layers))()
@@ -236,11 +253,13 @@ class DecodeStep:
         arrays = [array.contiguous() for array in (cos, sin, tables, lengths)]
         assert hidden.is_contiguous()
         step = _Step(hidden.shape[0], tables.shape[1], hidden.data_ptr(), *(array.data_ptr() for array in arrays))
-        self._native.pocket_decode_layers(self._team.handle, ctypes.byref(self._model), ctypes.byref(step))
+        if self._native.pocket_decode_layers(self._team.handle, ctypes.byref(self._model), ctypes.byref(step)):
+            raise MemoryError(f"no memory for a native decode step of {hidden.shape[0]} rows")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
         hidden = hidden.contiguous()
         logits = torch.empty(hidden.shape[0], self._vocab_size)
-        self._native.pocket_logits(self._team.handle, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr())
+        if self._native.pocket_logits(self._team.handle, ctypes.byref(self._model), hidden.data_ptr(), hidden.shape[0], logits.data_ptr()):
+            raise MemoryError(f"no memory for the logits of {hidden.shape[0]} rows")
         return logits

@@ -72,6 +72,8 @@ class LlamaConfig:
                 raise UnsupportedFeatureError(
                     f"{checkpoint.path} has {key} = {found!r}, which is not supported for llama yet (only {wanted!r}): use another model.", param="model"
                 )
+        if config["head_dim"] % 2:
+            raise UnsupportedFeatureError(f"{checkpoint.path} has heads of {config['head_dim']} values, which can't be rotated in pairs.", param="model")
         return cls(**{name: config[name] for name in cls.__slots__})
 
 
@@ -161,6 +163,7 @@ class Llama:
                 team=team,
             )
         weights.finish()
+        weights.release()
 
     @property
     def num_bytes(self) -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 from fake_model import FakeModel, alone
 
-from pocketllm.backends.base import EngineRequest, StepOutput
+from pocketllm.backends.base import EngineRequest, EngineStats, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.engine import Engine
 from pocketllm.torch_engine.model_runner import ModelRunner
-from pocketllm.torch_engine.scheduler import ScheduledRow, Scheduler
+from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
 
 WAIT = 20.0
 
@@ -66,7 +69,8 @@ class Setup:
     def __init__(self, *, slots: int = 4, num_blocks: int = 64, chunk: int = 0, **model_options: int | None) -> None:
         self.model = GatedModel(num_blocks, 4, **model_options)
         self.scheduler = Scheduler(BlockPool(num_blocks, 4), slots, chunk)
-        self.engine = Engine(lambda: (self.scheduler, cast(ModelRunner, self.model)))
+        self.engine = Engine(lambda _check_open: (self.scheduler, cast(ModelRunner, self.model)))
+        self.engine.wait_until_built()
 
     def submit(self, request: EngineRequest) -> Answer:
         answer = Answer()
@@ -329,6 +333,98 @@ def test_close_from_a_listener_does_not_wait_for_itself() -> None:
     assert answer.end().finish_reason == "cancelled"
     setup.engine.close()
     assert setup.engine.health().state == "closed"
+
+
+def test_a_scheduler_that_fails_leaves_no_row_hanging(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenScheduler(Scheduler):
+        def update(self, step: Sequence[ScheduledRow], sampled: Sequence[int]) -> list[RowUpdate]:
+            raise RuntimeError("the scheduler is broken")
+
+        def remove(self, row: Row) -> None:
+            raise RuntimeError("and does not know its rows")
+
+    model = GatedModel(8, 4)
+    engine = Engine(lambda _check_open: (BrokenScheduler(BlockPool(8, 4), 2, 0), cast(ModelRunner, model)))
+    engine.wait_until_built()
+    answer = Answer()
+    with caplog.at_level(logging.CRITICAL):
+        engine.submit(request("a"), answer)
+        assert answer.end().finish_reason == "error"
+    assert engine.health().state == "dead"
+    engine.close()
+
+
+def test_what_build_raises_is_raised_and_the_engine_is_dead() -> None:
+    def build(_check_open: Callable[[], None]) -> NoReturn:
+        raise ConfigurationError("the file is broken")
+
+    engine = Engine(build)
+    with pytest.raises(ConfigurationError, match="the file is broken"):
+        engine.wait_until_built()
+    assert engine.health().state == "dead"
+    assert engine.stats() == EngineStats()
+    with pytest.raises(BackendUnavailableError, match="The engine is dead: the model could not be loaded: the file is broken"):
+        engine.submit(request("a"), Answer())
+    engine.close()
+
+
+def test_close_ends_a_build_at_its_next_check() -> None:
+    entered = threading.Event()
+
+    def build(check_open: Callable[[], None]) -> NoReturn:
+        entered.set()
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            check_open()
+            time.sleep(0.001)
+        raise AssertionError("nobody closed the engine")
+
+    engine = Engine(build)
+    assert entered.wait(WAIT)
+    assert engine.health().state == "loading"
+    assert engine.stats() == EngineStats()
+    with pytest.raises(BackendUnavailableError, match="The engine is loading"):
+        engine.submit(request("a"), Answer())
+    engine.close()
+    with pytest.raises(BackendUnavailableError, match="closed while the model loaded"):
+        engine.wait_until_built()
+    assert engine.health().state == "closed"
+
+
+def test_close_frees_the_model() -> None:
+    model = GatedModel(8, 4)
+    alive = weakref.ref(model)
+    made = [(Scheduler(BlockPool(8, 4), 2, 0), cast(ModelRunner, model))]
+    engine = Engine(lambda _check_open: made.pop())
+    engine.wait_until_built()
+    del model
+    answer = Answer()
+    engine.submit(request("a"), answer)
+    assert answer.end().finish_reason == "length"
+    assert alive() is not None
+    engine.close()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_is_told_that_it_has_no_engine() -> None:
+    with running() as setup:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                setup.submit(request("a"))
+            except BackendUnavailableError as error:
+                setup.engine.close()
+                os.write(write, f"{error} {setup.engine.cancel('a')}".encode())
+            os._exit(0)
+        os.close(write)
+        with open(read, "rb") as pipe:
+            assert pipe.read() == b"The engine did not come along into this process, a fork of the one that loaded the model: load it here. False"
+        os.waitpid(child, 0)
+        assert setup.submit(request("a")).end().finish_reason == "length"
 
 
 def test_an_idle_engine_closes() -> None:
