@@ -231,9 +231,7 @@ def test_32_streams_at_once_equal_their_solo_answers(client: openai.OpenAI, url:
         solo = client.completions.create(model="any", prompt=prompt, temperature=0, max_tokens=24)
         gaps.append(gap_at_first_difference(oracle, tokenizer, prompt, solo.choices[0].text, text))
     print(f"{sum(gap > 0 for gap in gaps)} of 32 differ from their solo answers, at gaps of {sorted(gap for gap in gaps if gap > 0)} nats")
-    # bfloat16 shifts the gap of two tokens by 0.05 nats as a rule, and once in some hundred tokens by more than 0.1.
-    assert sum(gap > 0.1 for gap in gaps) <= 4
-    assert max(gaps) <= 0.4
+    assert max(gaps) <= 0.1
     until(lambda: is_idle(url))
 
 
