@@ -17,6 +17,7 @@ from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
+from pocketllm.protocol.fields import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.text.chat_template import ChatTemplate, load_chat_template
@@ -137,7 +138,7 @@ class GenerationService:
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise ConfigurationError(
-                    f'"prompt" holds {token_id!r}, which is no token id of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt"
+                    f'"prompt" holds {summary(token_id)}, which is no token id of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt"
                 )
         return ids
 

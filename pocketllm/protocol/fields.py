@@ -43,6 +43,7 @@ COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 
 THINKING_MODES = ("thinking", "chat")
 MAX_TOP_K = 2**31 - 1
+MAX_TOKENS = 2**63 - 1  # beyond, a message would hold hundreds of digits, or more than Python will print
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -285,8 +286,8 @@ RULES: tuple[Rule, ...] = (
         Rule(
             name,
             BOTH,
-            whole(1),
-            "the budget of an answer is a whole number of at least 1",
+            whole(1, MAX_TOKENS),
+            "the budget of an answer is a whole number of at least 1 and below 2**63",
             f'Send "{name}" as a whole number of at least 1, or leave it out',
             is_shape=True,
         )

@@ -40,7 +40,27 @@ def test_every_spelling_of_one_prompt_gives_the_same_text(prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, "", [], 5, True, {"text": "Hi"}, ["a", "b"], [[1], [2]], [1, "a"], [1, None], [1.5], [True], [-1], [256], [10**30], ["a", 5], "\udc00", [None]],
+    [
+        None,
+        "",
+        [],
+        5,
+        True,
+        {"text": "Hi"},
+        ["a", "b"],
+        [[1], [2]],
+        [1, "a"],
+        [1, None],
+        [1.5],
+        [True],
+        [-1],
+        [256],
+        [10**30],
+        [10**4299],
+        ["a", 5],
+        "\udc00",
+        [None],
+    ],
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
     response = call("POST", PATH, content=json.dumps({"prompt": prompt}).encode())

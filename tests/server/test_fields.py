@@ -25,7 +25,7 @@ CASES: dict[str, tuple[tuple[Endpoint, ...], list[Any], list[Any]]] = {
     "ignore_eos": (BOTH, [False], [True, 0]),
     "stop_token_ids": (BOTH, [[]], [[1], 1]),
     "logit_bias": (BOTH, [{}], [{"5": 1}, 5, "a", [1]]),
-    "max_tokens": (BOTH, [1, 2.0], [0, -1, 1.5, True, "1", [1]]),
+    "max_tokens": (BOTH, [1, 2.0], [0, -1, 1.5, True, "1", [1], 1e300, 10**4300 - 1]),
     "max_completion_tokens": (BOTH, [1, 2.0], [0, -1, 1.5, False, "1"]),
     "temperature": (BOTH, [0, 0.0, 1, 2.5], [-0.1, True, "1", [], 10**400]),
     "top_p": (BOTH, [1, 0.5, 1.0], [0, 1.1, -1, True, "1"]),

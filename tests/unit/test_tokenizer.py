@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 
 import pytest
 
@@ -151,3 +153,21 @@ def test_ids_outside_the_vocabulary_add_nothing(write_gguf):
     assert tokenizer.decode([*h, tokenizer.vocab_size, 2**40, -1, *h]) == "hh"
     assert tokenizer.token(2**40) is None
     assert not tokenizer.is_special(2**40)
+
+
+def test_a_long_prompt_leaves_other_threads_running(write_gguf):
+    tokenizer, text = tokenizer_of(write_gguf()), "hello world " * 80_000
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.wait(0.002):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    tokenizer.encode(text, add_special_tokens=False)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    assert sum(start < moment < end for moment in ticks) >= 10
