@@ -122,7 +122,8 @@ def parse_size(value: int | str, name: str) -> int:
         ConfigurationError: `value` is not a positive size; `param` is `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", str(value), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and not isinstance(value, bool) else 0
+    number = float(match[1]) * _UNITS[match[2].lower()] if match and not isinstance(value, bool) else 0.0
+    size = int(number) if number < 2**63 else 0
     if size < 1:
         raise ConfigurationError(f'"{name}" = {value!r} is not a size: send bytes, or a number with a unit such as 512MiB or 2GiB.', param=name)
     return size
