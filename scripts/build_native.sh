@@ -18,10 +18,13 @@ skip() {
 command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) decoding is about twice as fast"
 cmake=$(command -v cmake || true)
 if [ -z "$cmake" ] || [ -z "$(command -v make || command -v ninja || true)" ]; then
-  "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja
+  "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja || skip "cmake is not there and could not be installed"
   cmake="$venv/bin/cmake"
   export PATH="$PWD/$venv/bin:$PATH" CMAKE_GENERATOR=Ninja
 fi
-"$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" >/dev/null
-"$cmake" --build build/native >/dev/null
+build() { "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" && "$cmake" --build build/native; }
+log=$(build 2>&1) || {
+  tail -n 20 <<<"$log" >&2
+  skip "the build failed (above); GCC 11 or Clang 14 and newer can build it"
+}
 echo "build_native: $target/libpocketllm_decode_step.so"
