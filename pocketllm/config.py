@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -184,7 +185,7 @@ def _is_a(value: object, hint: Any) -> bool:
     for kind in _members(hint):
         plain = typing.get_origin(kind) or kind
         if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return True
+            return abs(value) <= sys.float_info.max  # neither infinite nor an int too large for a float
         if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
             return True
     return False
