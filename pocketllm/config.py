@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -126,7 +127,8 @@ def parse_size(value: int | str, name: str) -> int:
         ConfigurationError: `value` is not a positive size; `param` is `name`.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)i?b?\s*", str(value), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match and not isinstance(value, bool) else 0
+    number = float(match[1]) * _UNITS[match[2].lower()] if match and not isinstance(value, bool) else 0.0
+    size = int(number) if number < 2**63 else 0
     if size < 1:
         raise ConfigurationError(f'"{name}" = {value!r} is not a size: send bytes, or a number with a unit such as 512MiB or 2GiB.', param=name)
     return size
@@ -189,7 +191,7 @@ def _is_a(value: object, hint: Any) -> bool:
     for kind in _members(hint):
         plain = typing.get_origin(kind) or kind
         if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return True
+            return abs(value) <= sys.float_info.max  # neither infinite nor an int too large for a float
         if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
             return True
     return False

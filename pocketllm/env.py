@@ -21,10 +21,14 @@ def api_key() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Where downloaded models live: POCKETLLM_CACHE, else $XDG_CACHE_HOME/pocketllm, else ~/.cache/pocketllm."""
+    """Where downloaded models live: POCKETLLM_CACHE, else $XDG_CACHE_HOME/pocketllm, else ~/.cache/pocketllm.
+
+    Raises:
+        RuntimeError: it is in the home directory, and there is none.
+    """
     explicit = os.environ.get(PREFIX + "CACHE")
     if explicit:
-        return Path(explicit).expanduser()
+        return Path(os.path.expanduser(explicit))
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pocketllm"
 

@@ -74,7 +74,7 @@ def resolve_model(model: str | None, report: ProgressCallback) -> Path:
         return embedded_model(DEFAULT_MODEL, report)
     if not model.strip() or "\0" in model:
         raise ConfigurationError(f'"model" = {model!r} is not a path: send a local path or a Hugging Face repo id, or leave it out.', param="model")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it leaves an unknown ~user as it is
     try:
         if path.exists():
             return path
@@ -104,7 +104,13 @@ def embedded_model(model: EmbeddedModel, report: ProgressCallback) -> Path:
     installed = _installed_file(model)
     if installed is not None:
         return installed
-    cached = env.cache_dir() / "models" / model.filename
+    try:
+        cached = env.cache_dir() / "models" / model.filename
+    except RuntimeError:  # no home directory, as in a container under a user id of its own
+        raise ConfigurationError(
+            "There is no home directory to keep the model in: set POCKETLLM_CACHE to a directory with 250 MB free, or give a local path as --model.",
+            param="model",
+        ) from None
     if _has_size(cached, model.size):
         return cached
     try:

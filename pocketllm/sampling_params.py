@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from pocketllm.errors import ConfigurationError
@@ -33,7 +33,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_float("temperature", self.temperature, 0.0, math.inf, "a number that is 0 (greedy) or more")
+        _check_float("temperature", self.temperature, 0.0, sys.float_info.max, "a number that is 0 (greedy) or more")
         _check_float("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
         if self.top_p == 0:
             raise _out_of_range("top_p", self.top_p, "a number above 0 and at most 1")
@@ -56,5 +56,5 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
 def _check_float(name: str, value: object, low: float, high: float, wanted: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # an int may be too large for a float
         raise _out_of_range(name, value, wanted)

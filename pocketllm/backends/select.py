@@ -51,6 +51,10 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         raise UnsupportedFeatureError(
             f'"speculative_method" = {args.speculative_method!r} is not supported yet: every token takes one step. Leave it out.', param="speculative_method"
         )
+    if args.speculative_tokens:
+        raise UnsupportedFeatureError(
+            f'"speculative_tokens" = {args.speculative_tokens} is not supported yet: every token takes one step. Leave it out.', param="speculative_tokens"
+        )
     if args.device not in ("auto", "cpu"):
         raise UnsupportedFeatureError(f'"device" = {args.device!r} is not supported yet: models run on the CPU. Send "cpu", or leave it out.', param="device")
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
@@ -59,7 +63,7 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {reason}. Send "torch", or leave it out.', param="backend")
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
-    from pocketllm.backends.torch import TorchBackend  # loads torch
+    from pocketllm.backends.torch import TorchBackend
 
     return TorchBackend(args, checkpoint)
 
@@ -69,7 +73,8 @@ def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
         return f"the architecture {checkpoint.architecture!r} is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}"
     if not checkpoint.tensors:
         return "the checkpoint holds no weights"
-    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    quantization = checkpoint.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method is not None:
         return f"weights quantized with {method!r} are not supported; use an unquantized checkpoint or a GGUF"
     known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else TORCH_SAFETENSORS_TYPES

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.scheduler import Scheduler
 
 BLOCK_SIZE = 16
+_MAX_THREADS = 1024  # far more than help; OpenMP ends the process when the system refuses it a thread
 _OPTIONS = ("num_threads", "native_kernels")
 
 
@@ -44,6 +45,7 @@ class TorchBackend(Backend):
         self._args = args
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
+        self._closed = False
         self._num_threads, self._native_kernels = _plane_options(args)
         self._context_length = _context_length(args, checkpoint)
         self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
@@ -61,6 +63,8 @@ class TorchBackend(Backend):
         self._engine = engine = Engine(lambda check_open: self._build(progress, check_open))
         # Whoever drops this backend without closing it, or leaves the interpreter, still stops the thread.
         weakref.finalize(self, engine.close)
+        if self._closed:  # while torch was imported
+            engine.close()
         engine.wait_until_built()
         progress(LoadProgress(1.0, "ready"))
 
@@ -118,12 +122,15 @@ class TorchBackend(Backend):
         return self._engine is not None and self._engine.cancel(request_id)
 
     def health(self) -> Health:
-        return Health("loading") if self._engine is None else self._engine.health()
+        if self._engine is None:
+            return Health("closed" if self._closed else "loading")
+        return self._engine.health()
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._engine is None else self._engine.stats()
 
     def close(self) -> None:
+        self._closed = True
         if self._engine is not None:
             self._engine.close()
 
@@ -133,6 +140,12 @@ class TorchBackend(Backend):
         per_row = -(-self._context_length // BLOCK_SIZE)
         wanted = per_row * self._args.max_batch_size
         if (explicit := self._args.kv_cache_bytes) is not None:
+            total = psutil.virtual_memory().total
+            if explicit > total:
+                raise ConfigurationError(
+                    f'"kv_cache_memory" = {self._args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that this machine has: lower it.',
+                    param="kv_cache_memory",
+                )
             wanted = explicit // block_bytes
             remedy = "raise kv_cache_memory or lower max_model_len"
         else:
@@ -156,8 +169,10 @@ def _plane_options(args: EngineArgs) -> tuple[int, bool]:
                 f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options"
             )
     threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number of at least 1.', param="backend_options")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
+        raise ConfigurationError(
+            f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number from 1 to {_MAX_THREADS}.', param="backend_options"
+        )
     native = options.get("native_kernels", True)
     if not isinstance(native, bool):
         raise ConfigurationError(f'"native_kernels" = {native!r} in "backend_options" is not valid: send true or false.', param="backend_options")

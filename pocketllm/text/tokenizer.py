@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Token
         UnsupportedFeatureError: the GGUF's tokenizer is of a kind that PocketLLM does not build.
     """
     if override is not None:
-        return _load_directory(Path(override).expanduser(), param="tokenizer")
+        return _load_directory(Path(os.path.expanduser(override)), param="tokenizer")
     if checkpoint.gguf is None:
         return _load_directory(checkpoint.path, param="model")
     backend, kind = build_gguf_tokenizer(checkpoint.gguf)
@@ -104,11 +105,14 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Token
 
 
 def _load_directory(path: Path, param: str) -> Tokenizer:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir():
-            raise ConfigurationError(f"{path} has no tokenizer.json: give a directory that has one with --tokenizer.", param=param)
-        raise ConfigurationError(f"{path} does not exist: give a tokenizer.json, or a directory that has one.", param=param)
+    try:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            if path.is_dir():
+                raise ConfigurationError(f"{path} has no tokenizer.json: give a directory that has one with --tokenizer.", param=param)
+            raise ConfigurationError(f"{path} does not exist: give a tokenizer.json, or a directory that has one.", param=param)
+    except OSError as error:  # such as a name that is too long
+        raise ConfigurationError(f"{str(path)[:200]} can't be read ({error.strerror}): check the path of the tokenizer.", param=param) from None
     try:
         backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -227,6 +227,7 @@ def test_what_does_not_suit_is_named() -> None:
     assert unsuited([q4], q8, 64) is None
     assert "Q8_0" in str(unsuited([q4, q8], q8, 64))
     assert "output head is Q4_1" in str(unsuited([q4], q4, 64))
+    assert unsuited([q4], matrix(rng, "Q8_0", 33, 64), 64) == "Q8_0[33, 64] has the shape [33, 64], and it takes multiples of 16 and 32"
     assert "heads of 40 values" in str(unsuited([q4], q8, 40))
 
 

@@ -56,6 +56,9 @@ def test_unknown_option_names_the_closest() -> None:
         (ServerArgs, "port", 65536),
         (ServerArgs, "port", "8000"),
         (ServerArgs, "request_timeout", -1),
+        (ServerArgs, "request_timeout", float("inf")),
+        (ServerArgs, "shutdown_timeout", float("nan")),
+        (ServerArgs, "shutdown_timeout", 10**400),
         (ServerArgs, "request_timeout", True),
         (ServerArgs, "max_queued_requests", 0),
         (ServerArgs, "api_key", 5),
@@ -84,7 +87,7 @@ def test_sizes(text: int | str, size: int) -> None:
     assert EngineArgs(kv_cache_memory=text).kv_cache_bytes == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5.5", "1PiB", "1 2", "G", "9" * 400, True, 0, -5])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5.5", "1PiB", "1 2", "G", "9" * 400, "99999999T", True, 0, -5])
 def test_other_sizes_are_refused(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="is not a size"):
         parse_size(text, "kv_cache_memory")

@@ -115,11 +115,23 @@ def test_an_unusable_cache(index, tmp_path, monkeypatch):
     assert "set POCKETLLM_CACHE" in refusal(index)
 
 
+def test_no_home_directory(index, monkeypatch):
+    def unknown(_uid):
+        raise KeyError
+
+    for name in ("POCKETLLM_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert "no home directory to keep the model in: set POCKETLLM_CACHE" in refusal(index)
+
+
 def test_an_existing_path_is_taken_as_it_is(tmp_path):
     assert resolve_model(str(tmp_path), ignore) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["/no/such/file", "./model", "../model", "~/no-such-model", "name.gguf", "org/name.gguf", "C:\\models\\x"])
+@pytest.mark.parametrize(
+    "model", ["/no/such/file", "./model", "../model", "~/no-such-model", "~nosuchuser/model", "name.gguf", "org/name.gguf", "C:\\models\\x"]
+)
 def test_a_missing_path_is_refused_without_asking_the_hub(model):
     assert "does not exist" in refusal(model)
 

@@ -75,6 +75,8 @@ def test_verdicts(tmp_path, write_gguf):
     assert torch_of(checkpoint_of(tmp_path, "qwen9")) == (False, "the architecture 'qwen9' is not supported; supported are llama")
     assert "the tensor w has the type F8_E4M3" in torch_of(checkpoint_of(tmp_path, kind="F8_E4M3"))[1]
     assert "quantized with 'gptq'" in torch_of(checkpoint_of(tmp_path, quantization_config={"quant_method": "gptq"}))[1]
+    assert torch_of(checkpoint_of(tmp_path, quantization_config={}))[0]
+    assert "quantized with ['gptq']" in torch_of(checkpoint_of(tmp_path, quantization_config=["gptq"]))[1]
     assert "no weights" in torch_of(open_checkpoint(write_gguf(tensors={})))[1]
     q4k = Checkpoint(tmp_path, "gguf", "m", "llama", {}, 64, GenerationDefaults(), (TensorInfo("w", (2, 256), "Q4_K", 288, tmp_path),))
     assert "the tensor w has the type Q4_K" in torch_of(q4k)[1]
@@ -92,6 +94,7 @@ def test_the_cpp_plane_says_why_not(tmp_path):
         ({"backend": "cpp"}, "backend"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_method": "mtp"}, "speculative_method"),
+        ({"speculative_tokens": 3}, "speculative_tokens"),
         ({"device": "cuda"}, "device"),
         ({"device": "tpu"}, "device"),
     ],

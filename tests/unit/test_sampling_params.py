@@ -42,6 +42,7 @@ def test_valid(fields: dict[str, Any]) -> None:
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 10**400),
         ("temperature", "1"),
         ("temperature", False),
         ("top_p", 0),

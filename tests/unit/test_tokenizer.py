@@ -129,8 +129,11 @@ def test_missing_and_broken_tokenizer_files(write_gguf, tmp_path):
     path = write_gguf()
     with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
         tokenizer_of(path, str(tmp_path))
-    with pytest.raises(ConfigurationError, match="does not exist"):
-        tokenizer_of(path, str(tmp_path / "nothing"))
+    for missing in (str(tmp_path / "nothing"), "~nosuchuser/tokenizer.json"):
+        with pytest.raises(ConfigurationError, match="does not exist"):
+            tokenizer_of(path, missing)
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        tokenizer_of(path, "n" * 5000)
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     with pytest.raises(ConfigurationError, match=r"not a valid tokenizer\.json") as caught:
         tokenizer_of(path, str(tmp_path))

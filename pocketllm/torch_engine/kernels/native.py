@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
+from pocketllm.torch_engine.quant.int4 import BLOCK, PACKABLE_TYPES
 from pocketllm.torch_engine.weights import StoredTensor
 
 _LANES = 16  # rows of a tile
-_BLOCK = 32  # weights that share a scale
 _MAX_HEAD_DIM = 256
-_Q4_TYPES = ("Q4_0", "Q4_1")
 
 
 class _Layer(ctypes.Structure):
@@ -83,10 +82,13 @@ def unsuited(linears: Sequence[StoredTensor], head: StoredTensor, head_dim: int)
     if isinstance(missing := library(), str):
         return missing
     for tensor in linears:
-        if tensor.type not in _Q4_TYPES or tensor.shape[0] % _LANES or tensor.shape[1] % _BLOCK:
-            return f"{tensor.name} is {tensor.type}, and it takes {' and '.join(_Q4_TYPES)}"
-    if head.type != "Q8_0" or head.shape[0] % _LANES or head.shape[1] % _BLOCK:
+        if tensor.type not in PACKABLE_TYPES:
+            return f"{tensor.name} is {tensor.type}, and it takes {' and '.join(PACKABLE_TYPES)}"
+    if head.type != "Q8_0":
         return f"the output head is {head.type}, and it takes Q8_0"
+    for tensor in (*linears, head):
+        if tensor.shape[0] % _LANES or tensor.shape[1] % BLOCK:
+            return f"{tensor.name} has the shape {list(tensor.shape)}, and it takes multiples of {_LANES} and {BLOCK}"
     if head_dim % _LANES or head_dim > _MAX_HEAD_DIM:
         return f"heads of {head_dim} values, and it takes multiples of {_LANES} up to {_MAX_HEAD_DIM}"
     return None
@@ -105,25 +107,25 @@ def _pack_q4(tensor: StoredTensor) -> np.ndarray:
     assert tensor.blocks is not None
     header = 4 if tensor.type == "Q4_1" else 2
     out, columns = tensor.shape
-    blocks = tensor.blocks.reshape(out, columns // _BLOCK, header + _BLOCK // 2)
+    blocks = tensor.blocks.reshape(out, columns // BLOCK, header + BLOCK // 2)
     numbers = np.ascontiguousarray(blocks[..., :header]).view(np.float16)  # [out, in / 32, 1 or 2]
     scales = numbers[..., 0]
     minimums = numbers[..., 1] if tensor.type == "Q4_1" else (scales * np.float16(-8)).astype(np.float16)
     nibbles = np.concatenate([blocks[..., header:] & 15, blocks[..., header:] >> 4], axis=-1)  # [out, in / 32, 32]
     pairs = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)  # bytes, two columns each, the first one low
-    lanes = pairs.reshape(out // _LANES, _LANES, columns // _BLOCK, 4, 4).transpose(0, 2, 3, 1, 4)  # [tile, block, group, row, 4 bytes]
+    lanes = pairs.reshape(out // _LANES, _LANES, columns // BLOCK, 4, 4).transpose(0, 2, 3, 1, 4)  # [tile, block, group, row, 4 bytes]
     per_tile = [_by_tile(values) for values in (scales, minimums)]
-    return np.concatenate([lanes.reshape(out // _LANES, columns // _BLOCK, 256), *per_tile], axis=-1)
+    return np.concatenate([lanes.reshape(out // _LANES, columns // BLOCK, 256), *per_tile], axis=-1)
 
 
 def pack_q8(tensor: StoredTensor) -> np.ndarray:
     """A Q8_0 matrix [out, in] as tiles of 16 rows: uint8 [out / 16, in / 32, 544], eight groups of four columns, then 16 scales."""
     assert tensor.blocks is not None
     out, columns = tensor.shape
-    blocks = tensor.blocks.reshape(out, columns // _BLOCK, 2 + _BLOCK)
+    blocks = tensor.blocks.reshape(out, columns // BLOCK, 2 + BLOCK)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
-    lanes = blocks[..., 2:].reshape(out // _LANES, _LANES, columns // _BLOCK, 8, 4).transpose(0, 2, 3, 1, 4)
-    return np.concatenate([lanes.reshape(out // _LANES, columns // _BLOCK, 512), _by_tile(scales)], axis=-1)
+    lanes = blocks[..., 2:].reshape(out // _LANES, _LANES, columns // BLOCK, 8, 4).transpose(0, 2, 3, 1, 4)
+    return np.concatenate([lanes.reshape(out // _LANES, columns // BLOCK, 512), _by_tile(scales)], axis=-1)
 
 
 def _by_tile(values: np.ndarray) -> np.ndarray:
@@ -170,7 +172,7 @@ class Q4Linear:
         native = library()
         assert not isinstance(native, str), native
         self._native, self._matrix, self._team = native, matrix, team
-        self._out, self._in = matrix.shape[0] * _LANES, matrix.shape[1] * _BLOCK
+        self._out, self._in = matrix.shape[0] * _LANES, matrix.shape[1] * BLOCK
         self.num_bytes = matrix.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
