@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pocketllm.cli.exit import exit_while_loading
 from pocketllm.cli.options import given_options
 from pocketllm.cli.progress import ProgressLine
 from pocketllm.config import EngineArgs
@@ -66,8 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
             conversation.set(name, text)
     from pocketllm.llm import LLM  # late: --help and a wrong option need neither tokenizer nor template
 
-    with ProgressLine() as line:
-        llm = LLM(EngineArgs.from_env(**given_options(arguments, EngineArgs)), progress=line)
+    args = EngineArgs.from_env(**given_options(arguments, EngineArgs))
+    try:
+        with ProgressLine() as line:
+            llm = LLM(args, progress=line)
+    except KeyboardInterrupt:
+        exit_while_loading(130)
     with llm:
         if arguments.prompt is not None:
             conversation.answer(llm, arguments.prompt)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import threading
 
 from pocketllm.backends.base import LoadProgress, ProgressCallback
+from pocketllm.cli.exit import exit_while_loading
 from pocketllm.cli.options import given_options
 from pocketllm.cli.progress import ProgressLine
 from pocketllm.config import EngineArgs, ServerArgs
@@ -31,13 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
     from pocketllm.generation import GenerationService
     from pocketllm.server.run import serve
 
+    loading = threading.Event()
+
     def load(progress: ProgressCallback) -> GenerationService:
+        loading.set()
         with ProgressLine() as line:
 
             def report(now: LoadProgress) -> None:
                 progress(now)
                 line(now)
 
-            return GenerationService.open(engine_args, report)
+            service = GenerationService.open(engine_args, report)
+        loading.clear()
+        return service
 
-    return serve(server_args, load)
+    code = serve(server_args, load)  # a load that failed is raised here
+    if loading.is_set():
+        exit_while_loading(code)
+    return code

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.conftest import WriteGGUF
-from tests.server_process import ROOT, serve
+from tests.server_process import ROOT, ServerProcess, serve
 
 
 def run(*arguments: str) -> tuple[int, str, list[str]]:
@@ -118,3 +121,56 @@ def test_busy_port(default_model: Path) -> None:
             assert server.lines == [f"pocketllm: error: port {port} is in use: choose another with --port"]
         finally:
             server.kill()
+
+
+LOADING = """
+import sys, threading
+import torch
+from pocketllm.cli.main import main
+from pocketllm.generation import GenerationService
+
+def compute():
+    print("pocketllm: computing", file=sys.stderr, flush=True)
+    while True:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+def open_(args, progress=None):
+    engine = threading.Thread(target=compute, daemon=True)
+    engine.start()
+    engine.join()
+
+torch.set_num_threads(1)
+GenerationService.open = open_
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number", "code"),
+    [(("serve", "--port", "0"), signal.SIGTERM, 0), (("serve", "--port", "0"), signal.SIGINT, 0), (("chat",), signal.SIGINT, 130)],
+)
+def test_a_signal_while_native_code_loads_the_model(arguments: tuple[str, ...], number: signal.Signals, code: int) -> None:
+    process = ServerProcess("-c", LOADING, *arguments)
+    try:
+        process.wait_for("computing", 60)
+        process.process.send_signal(number)
+        assert process.end() == code
+        assert not [line for line in process.lines if not line.startswith("pocketllm: ")]
+    finally:
+        process.kill()
+
+
+def test_sigterm_while_the_weights_are_loaded(default_model: Path) -> None:
+    server = serve("--model", default_model)
+    try:
+        url = server.wait_for(r"Listening on (http\S+)")
+        server.wait_for("importing torch")
+        end = time.monotonic() + 60
+        while "loading weights" not in httpx.get(f"{url}/ready").json()["detail"]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+        assert not [line for line in server.lines if not line.startswith("pocketllm: ")]
+    finally:
+        server.kill()
