@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = "POCKETLLM_"
@@ -33,6 +34,17 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pocketllm"
 
 
-def rest_openmp_threads() -> None:
-    """Let OpenMP's threads sleep between operators instead of spinning, unless the user has said otherwise. Works before torch is imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+@contextmanager
+def resting_openmp_threads(rest: bool) -> Iterator[None]:
+    """Inside, a library that brings OpenMP learns that its threads should sleep between operators instead of spinning.
+
+    OpenMP reads this once, when it is loaded. What the user has set is left alone, and children of this process see nothing of it.
+    """
+    if not rest or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]

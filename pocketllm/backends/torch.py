@@ -56,9 +56,9 @@ class TorchBackend(Backend):
 
     def load(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))
-        if self._args.dtype == "auto" and self._native_kernels and NATIVE_LIBRARY.exists():
-            env.rest_openmp_threads()  # spinning, they would take the cores of the native kernels' own threads
-        from pocketllm.torch_engine.engine import Engine
+        # Spinning, OpenMP's threads would take the cores of the native kernels' own.
+        with env.resting_openmp_threads(self._args.dtype == "auto" and self._native_kernels and NATIVE_LIBRARY.exists()):
+            from pocketllm.torch_engine.engine import Engine
 
         self._engine = engine = Engine(lambda check_open: self._build(progress, check_open))
         # Whoever drops this backend without closing it, or leaves the interpreter, still stops the thread.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 
-from pocketllm import ConfigurationError, EngineArgs
+from pocketllm import ConfigurationError, EngineArgs, env
 from pocketllm.config import ServerArgs, parse_option, parse_size
 
 
@@ -143,3 +144,16 @@ def test_every_option_has_help() -> None:
     for cls in (EngineArgs, ServerArgs):
         for option in dataclasses.fields(cls):
             assert option.metadata["help"], option.name
+
+
+def test_openmp_rests_only_where_nobody_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    with env.resting_openmp_threads(True):
+        assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in os.environ, "children of this process must not see it"
+    with env.resting_openmp_threads(False):
+        assert "OMP_WAIT_POLICY" not in os.environ
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    with env.resting_openmp_threads(True):
+        assert os.environ["OMP_WAIT_POLICY"] == "active"
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
