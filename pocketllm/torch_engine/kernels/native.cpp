@@ -36,6 +36,7 @@ namespace {
 constexpr int kLanes = 16;     // rows of a weight tile, one a lane
 constexpr int kBlock = 32;     // weights that share a scale
 constexpr int kRowGroup = 4;   // activation rows that share one expansion of a tile
+constexpr int kCachedActivations = 640 << 10;  // bytes of split activations that fit into a core's second-level cache beside the rest
 constexpr int kQ4Bytes = 320;  // a block of a Q4 tile: 4 x 16 dwords of nibbles, 16 scales, 16 minimums (float16)
 constexpr int kQ8Bytes = 544;  // a block of a Q8 tile: 8 x 16 dwords of int8, 16 scales (float16)
 
@@ -523,13 +524,13 @@ AMX inline void add_block(const uint8_t* block, const float* product, const floa
   }
 }
 
-// 16 outputs of every row: `weights` from unpack_tile, scales from the tile itself. A block's sums leave the tile registers
+// 16 outputs of some rows: `weights` from unpack_tile, scales from the tile itself. A block's sums leave the tile registers
 // through memory, and a load that follows its tile store at once has to wait for it: so they are used two blocks later.
-AMX void amx_tile(Product& p, int tile, const uint8_t* packed, const uint16_t* weights) {
+AMX void amx_tile(Product& p, int tile, const uint8_t* packed, const uint16_t* weights, int first_row, int end_row) {
   constexpr int kTile = kLanes * kBlock;
   const int blocks = p.cols / kBlock;
   alignas(64) float products[4][kLanes * kLanes];
-  for (int first = 0; first < p.rows; first += kLanes) {
+  for (int first = first_row; first < end_row; first += kLanes) {
     const size_t start = static_cast<size_t>(first / kLanes) * blocks;
     const uint16_t *high = p.high.data() + start * kTile, *low = p.low.data() + start * kTile;
     const float* sums = p.sums.data() + start * kLanes;
@@ -574,10 +575,14 @@ AMX void run_amx(void* argument, int thread) {
   uint16_t* weights = p.weights[thread].data();
   p.phases.share(p.team.size(), 0, (p.rows + kLanes - 1) / kLanes, [] {}, [&](int tile) { split_rows(p, tile); });
   _tile_loadconfig(&config);
-  p.phases.share(p.team.size(), 1, p.out / kLanes, [] {}, [&](int tile) AMX {
+  // Rows by the block, so that their halves stay in the cache of one core while the tiles of the matrix pass by.
+  const int tiles = p.out / kLanes, block_rows = std::max(kLanes, kCachedActivations / (4 * p.cols) / kLanes * kLanes);
+  const int row_blocks = (p.rows + block_rows - 1) / block_rows;
+  p.phases.share(p.team.size(), 1, row_blocks * tiles, [] {}, [&](int index) AMX {
+    const int tile = index % tiles, first = index / tiles * block_rows;
     const uint8_t* packed = p.matrix + static_cast<size_t>(tile) * blocks * kQ4Bytes;
     unpack_tile(packed, blocks, weights);
-    amx_tile(p, tile, packed, weights);
+    amx_tile(p, tile, packed, weights, first, std::min(first + block_rows, p.rows));
   });
   _tile_release();
 }
