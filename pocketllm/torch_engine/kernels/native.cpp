@@ -36,6 +36,7 @@ namespace {
 constexpr int kLanes = 16;     // rows of a weight tile, one a lane
 constexpr int kBlock = 32;     // weights that share a scale
 constexpr int kRowGroup = 4;   // activation rows that share one expansion of a tile
+constexpr int kAhead = 4096;     // bytes that are asked of memory ahead of their use; past the end of a matrix they are not read
 constexpr int kCachedActivations = 640 << 10;  // bytes of split activations that fit into a core's second-level cache beside the rest
 constexpr int kQ4Bytes = 320;  // a block of a Q4 tile: 4 x 16 dwords of nibbles, 16 scales, 16 minimums (float16)
 constexpr int kQ8Bytes = 544;  // a block of a Q8 tile: 8 x 16 dwords of int8, 16 scales (float16)
@@ -214,6 +215,7 @@ AVX512 void q4_tile(const uint8_t* tile, const float* x, const float* sums, int 
     __m512 part[N][4];
     for (int n = 0; n < N; ++n)
       for (int j = 0; j < 4; ++j) part[n][j] = _mm512_setzero_ps();
+    for (int line = 0; line < kQ4Bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + line), _MM_HINT_T0);
     for (int group = 0; group < 4; ++group) {
       const __m512i nibbles = _mm512_loadu_si512(tile + group * 64);
       const float* at = x + block * kBlock + group * 8;
@@ -240,6 +242,7 @@ AVX512 void q8_tile(const uint8_t* tile, const float* x, const float*, int cols,
     __m512 part[N][4];
     for (int n = 0; n < N; ++n)
       for (int j = 0; j < 4; ++j) part[n][j] = _mm512_setzero_ps();
+    for (int line = 0; line < kQ8Bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + line), _MM_HINT_T0);
     for (int group = 0; group < 8; ++group) {
       const __m512i bytes = _mm512_loadu_si512(tile + group * 64);
       const float* at = x + block * kBlock + group * 4;
