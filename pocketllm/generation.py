@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback
-from pocketllm.backends.select import select_backend
+from pocketllm.backends.select import refuse_options, select_backend
 from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
@@ -65,6 +65,7 @@ class GenerationService:
             ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
         """
         report = progress or _ignore_progress
+        refuse_options(args)
         path = resolve_model(args.model, report)
         checkpoint = open_checkpoint(path, args.model_format)
         backend = select_backend(args, checkpoint)

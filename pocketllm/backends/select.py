@@ -36,11 +36,11 @@ def explain(checkpoint: Checkpoint) -> list[PlaneVerdict]:
     ]
 
 
-def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
-    """The plane that `args` asks for, constructed and not yet loaded.
+def refuse_options(args: EngineArgs) -> None:
+    """Refuse what no plane does, whatever the checkpoint: before one is looked for, let alone downloaded.
 
     Raises:
-        UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
+        UnsupportedFeatureError: `param` names the option.
     """
     if args.tensor_parallel_size > 1:
         raise UnsupportedFeatureError(
@@ -57,6 +57,15 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         )
     if args.device not in ("auto", "cpu"):
         raise UnsupportedFeatureError(f'"device" = {args.device!r} is not supported yet: models run on the CPU. Send "cpu", or leave it out.', param="device")
+
+
+def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
+    """The plane that `args` asks for, constructed and not yet loaded.
+
+    Raises:
+        UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
+    """
+    refuse_options(args)
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
     if args.backend == "cpp":
         reason = verdicts["cpp"].reason

@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` [that of the process] and return its exit code; every foreseen failure is one line and 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal that lacks a character still shows the rest
-    parsers = _parsers()
-    arguments, unknown = parsers[""].parse_known_args(argv)
-    refuse_unknown(parsers[arguments.command or ""], unknown)
-    if arguments.command is None:
-        parsers[""].print_help()
-        return 2
     try:
+        parsers = _parsers()
+        arguments, unknown = parsers[""].parse_known_args(argv)
+        refuse_unknown(parsers[arguments.command or ""], unknown)
+        if arguments.command is None:
+            parsers[""].print_help()
+            return 2
         return {"serve": serve.run, "chat": chat.run, "inspect": _inspect}[arguments.command](arguments)
     except PocketLLMError as error:
         print(f"pocketllm: error: {' '.join(error.message.split())}", file=sys.stderr)

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from pocketllm.backends.base import EngineRequest, StepOutput
-from pocketllm.errors import BackendUnavailableError, ConfigurationError, ContextLengthExceededError, PocketLLMError, RequestCancelledError
+from pocketllm.config import EngineArgs
+from pocketllm.errors import (
+    BackendUnavailableError,
+    ConfigurationError,
+    ContextLengthExceededError,
+    PocketLLMError,
+    RequestCancelledError,
+    UnsupportedFeatureError,
+)
 from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.llm import build_requests
 from pocketllm.protocol.chat import build_chat_request
@@ -363,3 +371,8 @@ def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
         build_requests("Hi", params, None)
     assert caught.value.param == "sampling_params"
+
+
+def test_options_that_no_plane_takes_are_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="not supported yet: models run on the CPU"):
+        GenerationService.open(EngineArgs(model="./no/such/model.gguf", device="cuda"))
