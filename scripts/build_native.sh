@@ -15,7 +15,7 @@ skip() {
 }
 
 [ "$(uname -m)" = x86_64 ] || skip "the native kernels are for x86-64 processors"
-command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run several times faster"
+command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run faster"
 mkdir -p build
 : >build/native.log
 # A step that fails leaves the native parts out, unless they are required.

@@ -448,7 +448,6 @@ AVX512 void run_head(void* argument, int thread) {
   });
 }
 
-
 // What a product's threads share. Rows are padded to whole tiles with zeros.
 struct Product {
   Team& team;

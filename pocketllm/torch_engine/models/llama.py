@@ -133,6 +133,7 @@ class Llama:
         head = table if config.tie_word_embeddings else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
         norm = weights.take("model.norm.weight", (config.hidden_size,)).float()
         stored = [self._take_layer(weights, f"model.layers.{index}.", interleaved=checkpoint.gguf is not None) for index in range(config.num_hidden_layers)]
+        weights.finish()
         self.native_unsuited = self._native_unsuited(stored, head, dtype, native_threads)
         team = Team(native_threads) if self.native_unsuited is None else None
         self.compute_dtype = dtype or (torch.float32 if team is not None else default_dtype())
@@ -162,7 +163,6 @@ class Llama:
                 head=pack_q8(head),
                 team=team,
             )
-        weights.finish()
         weights.release()
 
     @property
