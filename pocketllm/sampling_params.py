@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pocketllm.backends.base import MAX_LOGPROBS
 from pocketllm.errors import ConfigurationError
 
 MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,9 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1] [1.0].
         top_k: size of the candidate set; 0 or -1 is off [off].
         seed: integer in [0, 2**63); the same seed gives the same tokens whatever else is in the batch [random].
+        n: number of choices, 1 to 128 [1]. Choice 0 has the seed, the others have seeds mixed from it.
+        stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
+        logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
 
     Raises:
         ConfigurationError: a value has the wrong type or is out of range; `param` names the field.
@@ -30,6 +36,9 @@ class SamplingParams:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int = 1
+    stop: str | Sequence[str] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, None)
@@ -39,6 +48,17 @@ class SamplingParams:
             raise _out_of_range("top_p", self.top_p, "a number above 0 and at most 1")
         _check_int("top_k", self.top_k, -1, None)
         _check_int("seed", self.seed, 0, MAX_SEED)
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if stop is not None and not (isinstance(stop, Sequence) and all(isinstance(one, str) for one in stop)):
+            raise _out_of_range("stop", self.stop, "a string, or a list of strings")
+
+    @property
+    def stop_sequences(self) -> tuple[str, ...]:
+        """The strings that end an answer; empty ones, which match nothing, are left out."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return tuple(one for one in stop if one)
 
 
 def _out_of_range(name: str, value: object, wanted: str) -> ConfigurationError:

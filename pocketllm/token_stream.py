@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from pocketllm.backends.base import Backend, EngineRequest, StepOutput
 from pocketllm.errors import PocketLLMError, RequestCancelledError
-from pocketllm.outputs import FinishReason, GenerationOutput, TokenEvent, Usage
+from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, Usage
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.text.detokenizer import Detokenizer
 from pocketllm.text.tokenizer import Tokenizer
@@ -53,7 +53,8 @@ class _Answer:
         if self.last is None or self.last.finish_reason is None or self.last.usage is None:
             raise _unfinished(self.request.request_id)
         reason: FinishReason = self.last.finish_reason
-        return GenerationOutput(self.request.request_id, "".join(self._text), tuple(self._token_ids), reason, self.last.usage)
+        choice = ChoiceOutput(0, "".join(self._text), tuple(self._token_ids), reason)
+        return GenerationOutput(self.request.request_id, (choice,), self.last.usage)
 
 
 class _Delivery:

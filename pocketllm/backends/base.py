@@ -9,10 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
 HealthState = Literal["loading", "ready", "dead", "closed"]
+
+MAX_LOGPROBS = 20  # alternatives at each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,9 @@ class Capabilities:
         chunked_prefill: long prompts are computed in pieces between decode steps.
         paged_kv: KV lives in blocks that requests share.
         prefix_caching: KV of an equal prompt prefix is reused.
-        logprobs, structured_outputs, penalties, logit_bias: as the request fields of that name need.
+        logprobs: log probabilities of a row's tokens, with up to MAX_LOGPROBS alternatives each.
+        structured_outputs: `EngineRequest.constraint` is honoured.
+        penalties, logit_bias: as the request fields of that name need.
         speculative_methods: names accepted by `speculative_method`.
         details: facts for people, such as the weight layout and its size; never branched on.
     """
@@ -55,6 +63,27 @@ class Capabilities:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class TokenConstraint(Protocol):
+    """What one row may say next, such as a grammar. It belongs to the row: the engine alone calls it, one call at a time, from threads of its own.
+
+    A preempted row keeps its constraint, since its tokens are computed again and not drawn again.
+    """
+
+    def fill(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Write which ids may come next: bit i % 32 of word i // 32 is set where id i may. `mask` has ceil(vocab_size / 32) words.
+
+        Raises:
+            ConfigurationError: the constraint asks for more work than its limits allow; the row fails with it.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """The row has drawn `token_id`, which the last mask allowed; an EOS id is not told. Raises as `fill` does."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow what was accepted; the row then ends with "stop", without a step for an EOS id."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One row for the engine, every default resolved.
@@ -68,6 +97,8 @@ class EngineRequest:
         top_k: 0 is off.
         seed: seed of this row's own random stream.
         eos_token_ids: ids that end the row; the id itself is not part of the answer.
+        logprobs: how many alternatives to rank at each token, 0 for the drawn token's own log probability alone; None ranks nothing.
+        constraint: what the row may say, or None for anything.
     """
 
     request_id: str
@@ -78,6 +109,21 @@ class EngineRequest:
     top_k: int = 0
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    constraint: TokenConstraint | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities at one generated token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
+
+    Args:
+        logprob: of the token that was drawn; finite, at most 0.
+        top: (id, logprob) of the most likely ids, most likely first, as many as were asked for; of equal ones the lower id comes first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +137,7 @@ class StepOutput:
         finish_reason: set on the last output.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: why the row failed, when finish_reason is "error".
+        logprobs: one entry for each of `token_ids` where the request asked for them, else empty.
     """
 
     request_id: str
@@ -99,6 +146,7 @@ class StepOutput:
     finish_reason: EngineFinishReason | None = None
     cached_tokens: int = 0
     error: BaseException | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,35 @@ from pocketllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a chat and who may call them.
+
+    Args:
+        definitions: in OpenAI's form, {"type": "function", "function": {"name", "description", "parameters", "strict"}}; at least one.
+        choice: "auto" lets the model decide, "none" forbids calls, "required" asks for at least one, "function" for one of `name`.
+        name: of the function that must be called, with choice "function".
+        parallel: whether one answer may hold several calls.
+    """
+
+    definitions: tuple[Mapping[str, Any], ...]
+    choice: str = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.choice in ("required", "function")
+
+    @property
+    def callable(self) -> tuple[Mapping[str, Any], ...]:
+        """The definitions that may be called."""
+        if self.choice == "function":
+            return tuple(tool for tool in self.definitions if tool["function"]["name"] == self.name)
+        return () if self.choice == "none" else self.definitions
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt with its sampling, before any tokenizer has seen it.
 
@@ -20,6 +49,8 @@ class GenerationRequest:
         request_id: the caller's, or a new one.
         default_max_tokens: budget where `sampling` has none, cut to what the context leaves; None is all that it leaves.
         metadata: for a chat, "messages" (normalized) and the template's options; empty for a plain prompt.
+        response_format: {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}; None leaves the text free.
+        tools: of a chat; None without tools.
     """
 
     prompt: str | tuple[int, ...]
@@ -27,6 +58,8 @@ class GenerationRequest:
     request_id: str
     default_max_tokens: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    response_format: Mapping[str, Any] | None = None
+    tools: ToolUse | None = None
 
 
 def new_request_id(prefix: str) -> str:

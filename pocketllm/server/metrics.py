@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from pocketllm.backends.base import EngineStats
 from pocketllm.outputs import TokenEvent
 
-Outcome = Literal["stop", "length", "cancelled", "timeout", "error", "refused", "rejected"]
+Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "error", "refused", "rejected"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -78,7 +78,7 @@ class RequestClock:
             return
         self._has_ended = True
         self._metrics.count(outcome)
-        if outcome in ("stop", "length"):
+        if outcome in ("stop", "length", "tool_calls"):
             self._metrics.end_to_end.observe(time.perf_counter() - self._arrival)
 
 
