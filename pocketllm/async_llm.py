@@ -14,6 +14,7 @@ from pocketllm.generation import GenerationService
 from pocketllm.llm import Prompts, build_request, build_requests
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
+from pocketllm.protocol.features import features
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.token_stream import AsyncTokenStream
 
@@ -83,8 +84,9 @@ class AsyncLLM:
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
+        acted_on = features(self._service.capabilities, "full")
         return self._service.stream_async(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=acted_on, **options)
         )
 
     async def cancel(self, request_id: str) -> bool:

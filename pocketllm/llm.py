@@ -13,6 +13,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
+from pocketllm.protocol.features import features
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.token_stream import TokenStream
@@ -82,9 +83,8 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
-        return self._service.stream(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
-        )
+        acted_on = features(self._service.capabilities, "full")
+        return self._service.stream(build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=acted_on, **options))
 
     def cancel(self, request_id: str) -> bool:
         """End an active request at the next step boundary, from any thread. False if it is not active."""

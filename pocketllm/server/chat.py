@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pocketllm.config import ServerArgs
-from pocketllm.protocol.chat import TEMPLATE_FIELDS, build_chat_request, sampling_from
+from pocketllm.protocol.chat import chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.server.exchange import generate
 
@@ -19,7 +19,4 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _build(body: dict[str, Any], args: ServerArgs) -> GenerationRequest:
-    options = {name: body[name] for name in TEMPLATE_FIELDS if name in body}
-    return build_chat_request(
-        body.get("messages", ()), sampling_from(body), request_id=body.get("request_id"), default_max_tokens=args.default_max_tokens, **options
-    )
+    return chat_request(body, args.default_max_tokens)

@@ -15,6 +15,7 @@ from starlette.types import Receive
 from pocketllm.config import ServerArgs
 from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledError, RequestTimeoutError
 from pocketllm.outputs import GenerationOutput
+from pocketllm.protocol.features import features
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.responses import DONE, Answer, ChatAnswer, CompletionAnswer, dump, error_of, sse
@@ -48,7 +49,7 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
         service = state.service
         deadline = asyncio.get_running_loop().time() + state.args.request_timeout if state.args.request_timeout else None
         body = await read_json(http, state.args.max_body_bytes, deadline)
-        check_fields(body, endpoint, service.capabilities)
+        check_fields(body, endpoint, features(service.capabilities, state.args.surface))
         request = build(body, state.args)
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
         answer = _ANSWERS[endpoint](request.request_id, state.model_name, int(time.time()), include_usage=include_usage)
