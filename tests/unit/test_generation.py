@@ -368,7 +368,7 @@ def test_other_prompt_shapes_are_refused(prompts: Any) -> None:
 @pytest.mark.parametrize("params", [{"max_tokens": 5}, [{"max_tokens": 5}], 5, "ab"])
 def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
-        build_requests("Hi", params, None)
+        build_requests("Hi", params, None, frozenset())
     assert caught.value.param == "sampling_params"
 
 
