@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
-from pocketllm.text.json_schema import SchemaError, enforceable_schema
+from pocketllm.text.json_schema import enforceable_schema
+from pocketllm.text.schema_error import SchemaError
 
 _KEYS = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}

@@ -139,7 +139,9 @@ class GrammarCompiler:
 def _spelled(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes], list[int]]:
     """What each id stands for, and which ids are control tokens. An added token that is none, such as Qwen's `<tool_call>`, is text like any other."""
     if not tokenizer.is_byte_level and tokenizer.backend.token_to_id("<0x00>") is None:
-        raise UnsupportedFeatureError(f"The tokens of {tokenizer.kind} can't be told as bytes, so answers can't be held to a grammar: use a byte-level tokenizer.")
+        raise UnsupportedFeatureError(
+            f"The tokens of {tokenizer.kind} can't be told as bytes, so answers can't be held to a grammar: use a byte-level tokenizer."
+        )
     special = [id_ for id_ in range(vocab_size) if tokenizer.is_special(id_)]
     tokens = [tokenizer.token_bytes(id_) for id_ in range(vocab_size)]
     for id_ in special:
@@ -262,19 +264,24 @@ def _compile_error(error: str, param: str) -> ConfigurationError | UnsupportedFe
     reason = _first_line(error)
     if _TOO_MUCH.search(reason):
         return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
-    if "nsatisfiable" in reason or "is empty" in reason:
+    if "nsatisfiable" in reason:
         return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a schema that some value satisfies.', param=param)
-    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({reason}): send a simpler schema.', param=param)
+    named = next((keyword for sign, keyword in _KEYWORDS_OF_ERRORS.items() if sign in reason), "")
+    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({named}{reason}): send a simpler schema.', param=param)
+
+
+_KEYWORDS_OF_ERRORS = {"circular references": '"$ref": ', "patternProperty": '"patternProperties": ', "Properties only supported": '"minProperties": '}
 
 
 def _step_error(error: str, param: str) -> ConfigurationError:
     reason = _first_line(error) or "no text can follow"
     if _TOO_MUCH.search(reason):
-        return ConfigurationError(f'"{param}" needs more work for the next token than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
+        return ConfigurationError(f'"{param}" needs more work for one token than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
     return ConfigurationError(f'"{param}" leaves no text that may come next ({reason}): send a schema that some value satisfies.', param=param)
 
 
 def _first_line(error: str) -> str:
-    """The first line of an error of llguidance: what follows may show its state, and the grammar with it."""
+    """What an error of llguidance says, without where in the grammar it is and the state that may follow, which would show the grammar."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "")
+    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line)
     return line if len(line) <= 160 else line[:160] + "…"

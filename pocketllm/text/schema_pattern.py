@@ -71,10 +71,10 @@ def read_pattern(text: str) -> Pattern:
 
 
 def matches(regex: str, text: str) -> bool:
-    """Whether all of `text` matches `regex`, which `read_pattern` wrote. Time is linear in the text, unlike with Python's own `re`."""
+    """Whether all of `text` matches `regex`, as `read_pattern` wrote it, anchored or not. Takes time in the text's length alone, unlike Python's `re`."""
     from llguidance import LLMatcher  # here, so that the table of fields, which checks schemas, loads no native module
 
-    matcher = LLMatcher(_byte_tokenizer(), f"start: /{regex}/", log_level=0)
+    matcher = LLMatcher(_byte_tokenizer(), f"start: /{regex.removeprefix('^').removesuffix('$')}/", log_level=0)
     encoded = text.encode()
     return matcher.try_consume_tokens(list(encoded)) == len(encoded) and matcher.is_accepting()
 
