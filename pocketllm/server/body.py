@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from json.decoder import WHITESPACE, JSONObject  # type: ignore[attr-defined]  # the standard library's stubs leave them out
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
 from pocketllm.errors import ConfigurationError
+from pocketllm.protocol.refusals import summary
 
 MAX_DEPTH = 64
 
@@ -37,7 +39,7 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     Raises:
         BodyTimeoutError: it was not.
         BodyTooLargeError: the body is longer; the rest is not read.
-        ConfigurationError: it is not UTF-8, not JSON, no object, or nested too deep.
+        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a field twice.
     """
     try:
         async with asyncio.timeout_at(deadline):
@@ -45,7 +47,7 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     except TimeoutError:
         raise BodyTimeoutError("The request's body did not arrive in time. Send all of it at once.") from None
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        body = _parse(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"The request body is not UTF-8: byte {error.start} begins no character. Send JSON in UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -57,6 +59,30 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     if not isinstance(body, dict):
         raise ConfigurationError("The request body is not a JSON object. Send one, with the request's fields as its keys.")
     _check_depth(body)
+    return body
+
+
+def _parse(text: str) -> Any:
+    """json.loads, which refuses a field that is sent twice.
+
+    Of the outermost object alone: a look at every object of a large body would take as long as the parsing itself.
+    """
+    start = WHITESPACE.match(text).end()
+    if text[start : start + 1] != "{":
+        return _DECODER.decode(text)
+    body, end = JSONObject((text, start + 1), True, _DECODER.scan_once, None, _unique)  # type: ignore[attr-defined]
+    end = WHITESPACE.match(text, end).end()
+    if end != len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return body
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"{summary(name)} is sent twice, and only one of its values could be acted on. Send it once.", param=name)
     return body
 
 
@@ -94,3 +120,6 @@ def _too_large(limit: int) -> BodyTooLargeError:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ConfigurationError(f"The request body holds {name}, which is no JSON number. Send a finite number, or leave the field out.")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
