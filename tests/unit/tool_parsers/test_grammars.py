@@ -31,7 +31,7 @@ class _Bytes:
 
 VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 # What ends the parts of a call: random bytes alone would hardly ever write it.
-ENDINGS = [list(text.encode()) for text in ("\n</parameter>\n", "</｜DSML｜parameter>\n", '"', "]", "}")]  # noqa: RUF001
+VALUE_ENDS = {"qwen": "\n</parameter>\n", "dsml": "</｜DSML｜parameter>\n", "json": '"'}  # noqa: RUF001
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "$defs": {
@@ -77,11 +77,12 @@ TOOLS = [
 ]
 
 
-def generate(grammar: str, seed: int, limit: int = 2500) -> bytes | None:
+def generate(grammar: str, seed: int, value_end: str = '"', limit: int = 2500) -> bytes | None:
     """A random text of the grammar, or None where it did not come to an end."""
     rng = random.Random(seed)
     matcher = llguidance.LLMatcher(VOCABULARY, grammar)
     assert not matcher.is_error(), matcher.get_error()
+    endings = [list(ending.encode()) for ending in (value_end, '"', "]", "}")]
     text: list[int] = []
     while len(text) < limit:
         mask = matcher.compute_bitmask()
@@ -91,7 +92,7 @@ def generate(grammar: str, seed: int, limit: int = 2500) -> bytes | None:
             return bytes(text)
         step = [rng.choice(allowed[:-1] if allowed[-1] == EOS else allowed)]
         if rng.random() < (0.1 if len(text) < 300 else 0.5):
-            step = next((ending for ending in ENDINGS if matcher.validate_tokens(ending) == len(ending)), step)
+            step = next((ending for ending in endings if matcher.validate_tokens(ending) == len(ending)), step)
         for token in step:
             assert matcher.consume_token(token), matcher.get_error()
         text += step
@@ -111,7 +112,7 @@ def test_all_that_a_grammar_allows_is_calls_that_fit_the_schemas(name: str, para
     schemas = {one["function"]["name"]: one["function"].get("parameters") or {"additionalProperties": False} for one in TOOLS}
     called = []
     for seed in range(40):
-        text = generate(grammar, seed)
+        text = generate(grammar, seed, VALUE_ENDS[name])
         if text is None:
             continue
         parser = SYNTAXES[name].parser(TOOLS)
