@@ -23,6 +23,7 @@ _FORMATS = {
     "uri": r"[A-Za-z][A-Za-z0-9+.-]{0,20}:\/\/[A-Za-z0-9._~:\/?#@!$&'()*+,;=%-]{1,2000}",
 }
 _MAX_LENGTH = 100_000
+_MOST_CHARACTERS = 2_000  # a larger maxLength is taken for this: a character costs about ten of the 30,000 states that the limits of text/grammar.py allow
 # JSON Schema's patterns are ECMAScript's, whose classes are ASCII; llguidance's are Unicode's.
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[A-Za-z0-9_]", "D": "[^0-9]", "W": "[^A-Za-z0-9_]"}
 _TOKEN = re.compile(r"\\u([0-9a-fA-F]{4})|\\c([A-Za-z])|\\(.)|(.)", re.DOTALL)
@@ -46,7 +47,9 @@ def string_expression(schema: Mapping[str, Any], without: str) -> str:
         raise InvalidPattern('"maxLength" below "minLength"')
     parts = [text_without(without)]
     if low or high is not None:
-        parts.append(f"/(?s:.{{{int(low)},{'' if high is None else int(high)}}})/")
+        if low > _MOST_CHARACTERS:
+            raise InvalidPattern(f'a "minLength" above {_MOST_CHARACTERS}')
+        parts.append(f"/(?s:.{{{int(low)},{'' if high is None else min(int(high), _MOST_CHARACTERS)}}})/")
     if "pattern" in schema:
         parts.append(f"/{_anywhere(schema['pattern'])}/")
     if "format" in schema:
