@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
-from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression
+from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression, text_without
 from pocketllm.text.tool_parsers.tool_schema import ToolSchema, json_type, literals
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no white space that a model could go on with forever
@@ -21,6 +22,7 @@ _ANNOTATIONS = frozenset(
 _OBJECT_KEYS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 _EVERY_TYPE_KEYS = ("not", "if", "then", "else", "allOf", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
+_POSITION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # what llguidance's messages begin with
 
 # What a text that is read as another type looks like, by that type. Only the number and the brackets say it at their first characters.
 _SPACE = r"[ \t\r\n]*"
@@ -284,8 +286,7 @@ def literal(text: str) -> str:
 
 def grammar_without(marker: str) -> str:
     """A grammar of any text that does not hold `marker`."""
-    escaped = marker.replace("/", r"\/").replace("|", r"\|")
-    return _lark({"start": "TEXT", "TEXT": f"/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"})
+    return _lark({"start": "TEXT", "TEXT": text_without(marker)})
 
 
 def _lark(rules: Mapping[str, str]) -> str:
@@ -297,7 +298,7 @@ def _fault(grammar: str) -> str:
     from llguidance import LLMatcher  # only where a call is forced
 
     refused, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return " ".join(messages[0].split("\n")[0].split()) if refused else ""
+    return _POSITION.sub("", " ".join(messages[0].split("\n")[0].split())) if refused else ""
 
 
 def _shown(value: Any) -> str:
