@@ -175,13 +175,24 @@ class CallGrammar:
             schema["additionalProperties"] = False
         return self.json(tool, "", schema)
 
-    def text(self, start: str, more: Mapping[str, str]) -> str:
-        """The whole grammar: `start`, perhaps after the empty line that a model puts after its reasoning.
+    def text(self, opening: str, calls: str, more: Mapping[str, str], *, marker: str | None = None) -> str:
+        """The whole grammar: calls, perhaps after the empty line that a model puts after its reasoning; or, with `marker`, any text that calls may end.
+
+        Args:
+            opening: what comes before the first call.
+            calls: an expression of all that follows it.
+            more: further rules.
+            marker: the beginning of `opening`, which no text but that of calls holds.
 
         Raises:
             UnsupportedFeatureError: llguidance can't honour a schema.
         """
-        rules = {"start": f"LEAD? {start}", "LEAD": r'"\n" | "\n\n"', **more, **self._rules}
+        if marker is None:
+            rules = {"start": f"LEAD? {literal(opening) if opening else ''} {calls}", "LEAD": r'"\n" | "\n\n"'}
+        else:
+            free = text_without(marker)  # the text and the opening are one terminal, so that nothing has to be read twice
+            rules = {"start": f"TEXT | HEAD {calls}", "TEXT": free, "HEAD": f"{free} {literal(opening)}"}
+        rules |= {**more, **self._rules}
         grammar = _lark(rules)
         if _fault(grammar):
             for name, (tool_name, parameter) in self._owners.items():

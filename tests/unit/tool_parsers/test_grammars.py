@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -208,3 +209,22 @@ def test_a_schema_of_thousands_of_levels_is_refused() -> None:
     for syntax in SYNTAXES.values():
         with pytest.raises(UnsupportedFeatureError, match="levels"):
             syntax.grammar([tool("f", x=schema)], parallel=False)
+
+
+def qwen_calls(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "\n".join(write_qwen(name, arguments) for name, arguments in calls)
+
+
+@pytest.mark.parametrize(("syntax", "write"), [(QWEN, qwen_calls), (DSML, write_dsml)])
+def test_a_grammar_of_text_that_calls_may_end(syntax: ToolSyntax, write: Callable[..., str]) -> None:
+    call = write(("k", {"a": 1, "b": "x"})).lstrip("\n")
+    one, several = (syntax.grammar(TOOLS, parallel=parallel, optional=True) for parallel in (False, True))
+    for text in ("", "no call <tool", "thinking…\n\n", call, f"First:\n\n{call}", f"<{call}"):
+        assert allows(one, text), text
+        assert allows(several, text), text
+    twice = write(("k", {"a": 1, "b": "x"}), ("k", {"a": 2, "b": "y"}))
+    assert allows(several, twice)
+    assert not allows(one, twice)
+    assert not allows(several, f"{call} and more")
+    assert not allows(one, call[:-5])
+    assert not allows(one, write(("k", {"a": "no number", "b": "x"})))
