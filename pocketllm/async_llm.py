@@ -84,7 +84,7 @@ class AsyncLLM:
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
         return self._service.stream_async(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
         )
 
     async def cancel(self, request_id: str) -> bool:

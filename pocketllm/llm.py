@@ -83,7 +83,7 @@ class LLM:
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
         return self._service.stream(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
         )
 
     def cancel(self, request_id: str) -> bool:

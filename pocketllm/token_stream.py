@@ -4,113 +4,203 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pocketllm.backends.base import Backend, EngineRequest, StepOutput
+from pocketllm.active_request import ActiveRequest, Prepared, cancelled
+from pocketllm.backends.base import StepOutput, TokenLogprobs
 from pocketllm.errors import PocketLLMError, RequestCancelledError
-from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, Usage
+from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, ToolCall, ToolCallDelta, Usage
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.text.detokenizer import Detokenizer
-from pocketllm.text.tokenizer import Tokenizer
+from pocketllm.text.answer import Answer
 
 if TYPE_CHECKING:
     from pocketllm.generation import GenerationService
 
-
-class _Answer:
-    """Builds one request's events and its finished output from StepOutputs."""
-
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self._detokenizer = Detokenizer(tokenizer)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._cached_tokens = 0
-        self.last: TokenEvent | None = None
-
-    def event(self, step: StepOutput) -> TokenEvent:
-        if step.finish_reason == "cancelled":
-            raise _cancelled(step.request_id)
-        if step.finish_reason == "error":
-            if isinstance(step.error, PocketLLMError):
-                raise step.error
-            reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
-            raise PocketLLMError(f"Request {step.request_id} failed in the engine: {reason}") from step.error
-        self._cached_tokens = max(self._cached_tokens, step.cached_tokens)
-        text = self._detokenizer.step(step.token_ids)
-        usage = None
-        if step.finish_reason is not None:
-            text += self._detokenizer.finish()
-            usage = Usage(len(self.request.prompt_token_ids), step.num_generated, self._cached_tokens)
-        self._text.append(text)
-        self._token_ids.extend(step.token_ids)
-        self.last = TokenEvent(step.request_id, text, step.token_ids, step.finish_reason, usage)
-        return self.last
-
-    def output(self) -> GenerationOutput:
-        if self.last is None or self.last.finish_reason is None or self.last.usage is None:
-            raise _unfinished(self.request.request_id)
-        reason: FinishReason = self.last.finish_reason
-        choice = ChoiceOutput(0, "".join(self._text), tuple(self._token_ids), reason)
-        return GenerationOutput(self.request.request_id, (choice,), self.last.usage)
+Item = tuple[int, StepOutput]  # of which choice
+INLINE_CHARACTERS = 8192  # a prompt of so many is prepared in less time than a thread takes to be woken
 
 
-class _Delivery:
-    """Takes one request's steps on the engine's thread. It does not know the stream, which can so be collected while the request is active.
+class _Choice:
+    """One choice: its answer so far, and how it ended."""
+
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.index = index
+        self.answer = answer
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.token_ids: list[int] = []
+        self.calls: tuple[ToolCall, ...] = ()
+        self.finish_reason: FinishReason | None = None
+        self.num_generated = 0
+        self.cached_tokens = 0
+        self.has_ended = False  # with a finish_reason, or in failure
+
+    def output(self) -> ChoiceOutput:
+        assert self.finish_reason is not None
+        reasoning = "".join(self.reasoning) if self.answer.has_reasoning else None
+        return ChoiceOutput(self.index, "".join(self.text), tuple(self.token_ids), self.finish_reason, reasoning, self.calls, self.answer.logprobs())
+
+
+class Reader:
+    """Makes events and the finished output of the steps of all choices.
 
     Args:
-        put: hands a step to the stream's reader.
+        prepared: the request.
+        cancel_row: ends a row in the engine, whose answer a stop sequence has ended.
     """
 
-    def __init__(self, put: Callable[[StepOutput], object]) -> None:
-        self._put = put
-        self.ended = False  # from then on the id may be another request's, which a cancel would hit
+    def __init__(self, prepared: Prepared, cancel_row: Callable[[int], None]) -> None:
+        self.prepared = prepared
+        self.failure: PocketLLMError | None = None
+        self._cancel_row = cancel_row
+        self._choices = [_Choice(index, Answer(prepared.reading)) for index in range(len(prepared.rows))]
+        self._left = len(self._choices)
 
-    def __call__(self, step: StepOutput) -> None:
-        self.ended = step.finish_reason is not None
-        self._put(step)
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice has ended."""
+        return self._left == 0
+
+    def read(self, items: Sequence[Item]) -> list[TokenEvent]:
+        """What `items` say, one event a choice: steps that have waited are read as one."""
+        if len(items) == 1:
+            index, step = items[0]
+            return self._event(self._choices[index], (step,))
+        steps: dict[int, list[StepOutput]] = {}
+        for index, step in items:
+            steps.setdefault(index, []).append(step)
+        return [event for index, found in steps.items() for event in self._event(self._choices[index], found)]
+
+    def output(self) -> GenerationOutput:
+        """The choices that have finished.
+
+        Raises:
+            The first failure, where no choice has finished or the request was cancelled.
+        """
+        finished = [choice.output() for choice in self._choices if choice.finish_reason is not None]
+        if not finished or isinstance(self.failure, RequestCancelledError):
+            raise self.failure or _unfinished(self.prepared.request_id)
+        return GenerationOutput(self.prepared.request_id, tuple(finished), self.usage())
+
+    def usage(self) -> Usage:
+        """Token counts of all choices so far."""
+        choices = self._choices
+        return Usage(
+            self.prepared.prompt_tokens,
+            sum(choice.num_generated for choice in choices),
+            sum(choice.cached_tokens for choice in choices[:: self.prepared.rows_per_prompt]),
+            sum(choice.answer.reasoning_tokens for choice in choices),
+        )
+
+    def _event(self, choice: _Choice, steps: Sequence[StepOutput]) -> list[TokenEvent]:
+        if choice.has_ended:
+            return []
+        last, answer = steps[-1], choice.answer
+        choice.num_generated = last.num_generated
+        choice.cached_tokens = max(choice.cached_tokens, *(step.cached_tokens for step in steps)) if len(steps) > 1 else last.cached_tokens
+        token_ids = last.token_ids if len(steps) == 1 else tuple(token_id for step in steps for token_id in step.token_ids)
+        text = reasoning = ""
+        if not answer.is_stopped and token_ids:
+            logprobs: Sequence[TokenLogprobs] = [ranks for step in steps for ranks in step.logprobs] if last.logprobs or len(steps) > 1 else ()
+            piece = answer.feed(token_ids, logprobs)
+            text, reasoning = piece.text, piece.reasoning
+            if answer.is_stopped and last.finish_reason is None:
+                self._cancel_row(choice.index)  # its last step then says how many tokens were generated
+        choice.token_ids += token_ids
+        calls: tuple[ToolCallDelta, ...] = ()
+        usage = None
+        if last.finish_reason is not None:
+            choice.has_ended = True
+            self._left -= 1
+            if (failure := self._failure(last, answer)) is not None:
+                self.failure = self.failure or failure
+            else:
+                piece = answer.finish()
+                text += piece.text
+                reasoning += piece.reasoning
+                choice.calls = piece.calls
+                calls = _deltas(piece.calls)
+                choice.finish_reason = "tool_calls" if piece.calls else "length" if last.finish_reason == "length" and not answer.is_stopped else "stop"
+            if self._left == 0 and self.failure is None:
+                usage = self.usage()
+        choice.text.append(text)
+        choice.reasoning.append(reasoning)
+        return [TokenEvent(last.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls)]
+
+    def _failure(self, step: StepOutput, answer: Answer) -> PocketLLMError | None:
+        if step.finish_reason == "cancelled":
+            return None if answer.is_stopped else cancelled(self.prepared.request_id)
+        if step.finish_reason != "error":
+            return None
+        if isinstance(step.error, PocketLLMError):
+            return step.error
+        reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
+        failure = PocketLLMError(f"Request {self.prepared.request_id} failed in the engine: {reason}")
+        failure.__cause__ = step.error
+        return failure
 
 
 class TokenStream(Iterator[TokenEvent]):
     """The events of one request, read by a blocking loop. Closing it early cancels the request."""
 
-    def __init__(self, service: GenerationService, request: EngineRequest) -> None:
-        self._done = True  # until submitted: a refused request must not cancel an active one of the same id
-        self.request_id = request.request_id
-        self._service = service
-        self._answer = _Answer(request, service.tokenizer)
-        self._steps: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
-        self._delivery = _Delivery(self._steps.put)
-        service.backend.submit(request, self._delivery)
-        self._done = False
+    def __init__(self, service: GenerationService, requests: Sequence[GenerationRequest]) -> None:
+        self.request_id = requests[0].request_id
+        self._active: ActiveRequest | None = None  # until submitted: a refused request must not cancel an active one of the same id
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._is_over = True
+        active = service.activate(self.request_id)
+        try:
+            prepared = service.prepare(requests)
+        except BaseException:
+            active.drop()
+            raise
+        items = self._items
+        active.submit(prepared, lambda index, step: items.put((index, step)))
+        self._reader = Reader(prepared, active.cancel_row)
+        self._events: deque[TokenEvent] = deque()
+        self._active = active
+        self._is_over = False
 
     def __next__(self) -> TokenEvent:
-        """The next event.
+        """The next event. The choices that do not fail come to their end before a failure is raised.
 
         Raises:
             RequestCancelledError: the request was cancelled.
-            PocketLLMError: the request failed in the engine.
+            PocketLLMError: a choice failed in the engine.
         """
-        if self._done:
-            raise StopIteration
-        step = self._steps.get()
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
+        while not self._is_over:
+            if self._events:
+                return self._events.popleft()
+            if self._reader.is_done:
+                self._is_over = True
+                if self._reader.failure is not None:
+                    raise self._reader.failure
+                break
+            items = [self._items.get()]
+            while not self._items.empty():
+                items.append(self._items.get())
+            self._events.extend(event for event in self._reader.read(items) if _says_something(event, self._reader))
+        raise StopIteration
 
     def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer. Raises as `__next__` does, and RequestCancelledError after `close`."""
-        for _ in self:
-            pass
-        return self._answer.output()
+        """Read to the end and return the finished choices. Raises as `__next__` does where there is none, and RequestCancelledError after `close`."""
+        try:
+            for _ in self:
+                pass
+        except PocketLLMError:
+            pass  # `output` raises it, unless other choices have finished
+        if not self._reader.is_done:
+            raise _unfinished(self.request_id)
+        return self._reader.output()
 
     def close(self) -> None:
         """Cancel the request unless it has finished."""
-        if not self._done:
-            self._done = True
-            if not self._delivery.ended:
-                self._service.cancel(self.request_id)
+        self._is_over = True
+        if self._active is not None:
+            self._active.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -122,65 +212,162 @@ class TokenStream(Iterator[TokenEvent]):
         self.close()
 
 
+class Inbox:
+    """Takes steps from the engine's thread to an event loop, waking it once for all that came meanwhile.
+
+    Args:
+        loop: the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[_Mailbox, Item]] = deque()
+        self._is_waking = False
+
+    def put(self, mailbox: _Mailbox, item: Item) -> None:
+        """Deliver `item`. Called on the engine's thread.
+
+        Raises:
+            RuntimeError: the loop is closed, so nobody reads.
+        """
+        self._items.append((mailbox, item))
+        if not self._is_waking:  # after the append, and cleared before the items are taken: so none is left lying
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_waking = False
+        items = self._items
+        while items:
+            mailbox, item = items.popleft()
+            mailbox.put(item)
+
+
+class _Mailbox:
+    """Items for one reader on an event loop."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        self._wake()
+
+    async def wait(self, until: float | None) -> None:
+        """Return once there is an item, or at time `until` of the loop."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_at(until, self._wake) if until is not None else None
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def take(self) -> list[Item]:
+        items, self.items = self.items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class AsyncTokenStream(AsyncIterator[TokenEvent]):
     """The events of one request, read by an event loop. Closing it early, or cancelling the task that reads it, cancels the request."""
 
-    def __init__(self, service: GenerationService, request: GenerationRequest) -> None:
-        self.request_id = request.request_id
+    def __init__(self, service: GenerationService, requests: Sequence[GenerationRequest]) -> None:
+        self.request_id = requests[0].request_id
         self._service = service
-        self._request = request
-        self._answer: _Answer | None = None
-        self._steps: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._delivery: _Delivery | None = None  # once submitted
-        self._done = False
-        self.is_cancelled = False  # set while the request is being prepared, when the backend does not know it yet
+        self._requests = requests
+        self._active: ActiveRequest | None = None
+        self._reader: Reader | None = None
+        self._mailbox = _Mailbox()
+        self._events: deque[TokenEvent] = deque()
+        self._is_over = False
 
     async def start(self) -> None:
         """Prepare and submit the request, once; later calls do nothing. Raises what `prepare` and `Backend.submit` raise."""
-        if self._answer is not None or self._done:
+        if self._active is not None or self._is_over:
             return
-        self._service._preparing.add(self)
+        self._active = active = self._service.activate(self.request_id)
         try:
-            prepared = await asyncio.to_thread(self._service.prepare, self._request)
-            if self._done:
-                return  # closed meanwhile
-            if self.is_cancelled:
-                raise _cancelled(self.request_id)
-            self._answer = _Answer(prepared, self._service.tokenizer)
-            delivery = _Delivery(_put_on(asyncio.get_running_loop(), self._steps, self._service.backend))
-            self._service.backend.submit(prepared, delivery)
-            self._delivery = delivery
+            try:
+                prepared = await self._prepare()
+            except BaseException:
+                active.drop()
+                raise
+            if self._is_over:  # closed meanwhile
+                active.drop()
+                return
+            self._reader = Reader(prepared, active.cancel_row)
+            active.submit(prepared, _put_on(self._service.inbox(), self._mailbox, active))
         except BaseException:
-            self._done = True
+            self._is_over = True
             raise
-        finally:
-            self._service._preparing.discard(self)
+
+    async def _prepare(self) -> Prepared:
+        requests = self._requests
+        if sum(len(request.prompt) for request in requests) <= INLINE_CHARACTERS and not any(request.response_format or request.tools for request in requests):
+            return self._service.prepare(requests)
+        return await asyncio.to_thread(self._service.prepare, requests)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens; 0 before `start`."""
-        return 0 if self._answer is None else len(self._answer.request.prompt_token_ids)
+    def is_done(self) -> bool:
+        """Whether every event has been read, and a failure raised, or the stream was closed."""
+        return self._is_over or (self._reader is not None and self._reader.is_done and self._reader.failure is None and not self._events)
+
+    async def next_events(self, until: float | None = None) -> list[TokenEvent]:
+        """What has come, one event a choice; empty at time `until` of the event loop, and at the end. Raises as `__anext__` does."""
+        await self.start()
+        if self._is_over or self._reader is None:
+            return []
+        if self._events:
+            events = list(self._events)
+            self._events.clear()
+            return events
+        if self._reader.is_done:
+            self._is_over = True
+            if self._reader.failure is not None:
+                raise self._reader.failure
+            return []
+        if not self._mailbox.items:
+            try:
+                await self._mailbox.wait(until)
+            except asyncio.CancelledError:
+                self._close()
+                raise
+        return [event for event in self._reader.read(self._mailbox.take()) if _says_something(event, self._reader)]
 
     async def __anext__(self) -> TokenEvent:
         """The next event. Raises as TokenStream does."""
-        await self.start()
-        if self._done or self._answer is None:
-            raise StopAsyncIteration
-        try:
-            step = await self._steps.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
+        while not self._events:
+            events = await self.next_events()
+            if not events and (self._is_over or self._reader is None):
+                raise StopAsyncIteration
+            self._events.extend(events)
+        return self._events.popleft()
 
     async def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer. Raises as TokenStream does."""
-        async for _ in self:
-            pass
-        if self._answer is None:
+        """Read to the end and return the finished choices. Raises as TokenStream does."""
+        try:
+            async for _ in self:
+                pass
+        except PocketLLMError:
+            if self._reader is None or not self._reader.is_done:
+                raise
+        if self._reader is None or not self._reader.is_done:
             raise _unfinished(self.request_id)
-        return self._answer.output()
+        return self._reader.output()
+
+    def finished(self) -> GenerationOutput | None:
+        """The choices that have finished so far, or None: what a request that ran out of time has to show."""
+        try:
+            return None if self._reader is None else self._reader.output()
+        except PocketLLMError:
+            return None
 
     async def aclose(self) -> None:
         """Cancel the request unless it has finished."""
@@ -191,25 +378,30 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         self._close()
 
     def _close(self) -> None:
-        if not self._done:
-            self._done = True
-            if self._delivery is not None and not self._delivery.ended:
-                self._service.cancel(self.request_id)
+        self._is_over = True
+        if self._active is not None:
+            self._active.cancel()
 
 
-def _put_on(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput], backend: Backend) -> Callable[[StepOutput], None]:
-    def put(step: StepOutput) -> None:
+def _put_on(inbox: Inbox, mailbox: _Mailbox, active: ActiveRequest) -> Callable[[int, StepOutput], None]:
+    def put(index: int, step: StepOutput) -> None:
         try:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
+            inbox.put(mailbox, (index, step))
         except RuntimeError:  # the loop is closed, so nobody reads on
-            backend.cancel(step.request_id)
+            active.cancel()
 
     return put
 
 
+def _says_something(event: TokenEvent, reader: Reader) -> bool:
+    """Whether a reader is told of `event`: not of the end of a choice that has failed, whose failure is raised."""
+    return bool(event.token_ids) or event.finish_reason is not None or reader.failure is None
+
+
+def _deltas(calls: Sequence[ToolCall]) -> tuple[ToolCallDelta, ...]:
+    """A finished answer's calls as a stream has them. They come at its end, since any of what follows a call may undo it."""
+    return tuple(delta for index, call in enumerate(calls) for delta in (ToolCallDelta(index, "", call.id, call.name), ToolCallDelta(index, call.arguments)))
+
+
 def _unfinished(request_id: str) -> RequestCancelledError:
     return RequestCancelledError(f"Request {request_id} was closed, or had failed, before its answer was finished.")
-
-
-def _cancelled(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"Request {request_id} was cancelled.")

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pocketllm.backends.base import Capabilities
 from pocketllm.errors import ConfigurationError
 from pocketllm.protocol.conditions import whole_number
 from pocketllm.protocol.fields import check_fields, checked_text, refusal
@@ -16,7 +15,7 @@ from pocketllm.sampling_params import SamplingParams
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed")
 BUDGET_FIELDS = ("max_completion_tokens", "max_tokens")  # the first one sent wins
-TEMPLATE_FIELDS = ("reasoning_effort", "reasoning", "thinking_mode", "add_generation_prompt", "drop_thinking")
+CHAT_OPTIONS = TEMPLATE_FIELDS = ("reasoning_effort", "reasoning", "thinking_mode", "add_generation_prompt", "drop_thinking")
 
 
 def build_chat_request(
@@ -24,7 +23,7 @@ def build_chat_request(
     sampling: SamplingParams,
     *,
     request_id: str | None = None,
-    capabilities: Capabilities | None = None,
+    features: frozenset[str] | None = None,
     default_max_tokens: int | None = None,
     **options: Any,
 ) -> GenerationRequest:
@@ -34,7 +33,7 @@ def build_chat_request(
         messages: as in /v1/chat/completions; never changed.
         sampling: budget and sampling.
         request_id: the caller's id, or None for a new one.
-        capabilities: of the loaded plane, where it is known.
+        features: what is acted on, where it is known.
         default_max_tokens: budget where `sampling` has none, cut to what the context leaves.
         options: the other fields of /v1/chat/completions, checked by the same table.
 
@@ -46,7 +45,7 @@ def build_chat_request(
             raise ConfigurationError(f'"{name}" is given twice: put it into SamplingParams alone.', param=name)
     if options.get("stream"):
         raise ConfigurationError('"stream" = true has no meaning here: call chat_stream() for events.', param="stream")
-    check_fields({**options, "request_id": request_id}, "chat", capabilities)
+    check_fields({**options, "request_id": request_id}, "chat", features)
     normalized = normalize_messages(messages)
     template = template_options(options)
     return GenerationRequest(
@@ -83,7 +82,7 @@ def render_role_content(messages: Sequence[Mapping[str, Any]], *, add_generation
     return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 
 
-def sampling_from(body: Mapping[str, Any]) -> SamplingParams:
+def sampling_from(body: Mapping[str, Any], endpoint: str) -> SamplingParams:
     """SamplingParams of a body that `check_fields` passed; null and absent fields are None."""
     budget = next((body[name] for name in BUDGET_FIELDS if body.get(name) is not None), None)
     return SamplingParams(

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pocketllm.backends.base import Capabilities
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.protocol.conditions import (
     REASONING_EFFORTS,
@@ -373,7 +372,7 @@ _NAMES: dict[Endpoint, frozenset[str]] = {endpoint: frozenset(f.name for f in FI
 _RULES: dict[Endpoint, tuple[Rule, ...]] = {endpoint: tuple(rule for rule in RULES if endpoint in rule.endpoints) for endpoint in BOTH}
 
 
-def check_fields(body: Mapping[str, Any], endpoint: Endpoint, capabilities: Capabilities | None = None) -> None:
+def check_fields(body: Mapping[str, Any], endpoint: Endpoint, features: frozenset[str] | None = None) -> None:
     """Pass `body`, or refuse the first field at fault. A null is the same as an absent field.
 
     Args:
@@ -392,7 +391,7 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint, capabilities: Capa
             value = value.get(key)
         if value is None or rule.allows(value, body):
             continue
-        if rule.capability is not None and (capabilities is None or getattr(capabilities, rule.capability)):
+        if rule.capability is not None and (features is None or rule.capability in features):
             continue
         raise refusal(rule.field, value, rule.instead, rule.remedy, is_shape=rule.is_shape)
     for name, value in body.items():
