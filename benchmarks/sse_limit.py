@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import queue
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -32,26 +35,32 @@ _END = _event({}, "length") + b"data: [DONE]\n\n"
 
 
 class _Clock:
-    """Ticks while anybody waits for it."""
+    """Ticks while anybody waits for it, on a thread of its own, as an engine does: an event loop's timers are too coarse for it."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._tick: asyncio.Future[None] | None = None
-        self._last = float("-inf")
+        self._wanted: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
 
     async def tick(self) -> None:
         """Until the next tick."""
         if self._tick is None or self._tick.done():
             loop = asyncio.get_running_loop()
             self._tick = loop.create_future()
-            now = loop.time()
-            self._last = max(self._last + self._interval, now)
-            loop.call_at(self._last, self._ring, self._tick)
+            self._wanted.put((loop, self._tick))
         await self._tick  # shared, which is safe while no task is cancelled: uvicorn cancels none
 
-    @staticmethod
-    def _ring(tick: asyncio.Future[None]) -> None:
-        tick.set_result(None)
+    def _run(self) -> None:
+        due = 0.0
+        while True:
+            loop, tick = self._wanted.get()
+            now = time.perf_counter()
+            due = max(due, now - self._interval)
+            if due > now:
+                time.sleep(due - now)
+            due += self._interval
+            loop.call_soon_threadsafe(tick.set_result, None)
 
 
 class _App:
@@ -79,7 +88,9 @@ def main() -> int:
     parser.add_argument("--loop", default="auto", help="event loop of uvicorn [auto]")
     parser.add_argument("--http", default="auto", help="HTTP parser of uvicorn [auto]")
     options = parser.parse_args()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # a protocol of 0 would leave asyncio's connections with Nagle's delay
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
     print(f"sse_limit is ready at http://127.0.0.1:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
     app: Any = _App(_Clock(1 / options.tokens_per_second))
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", loop=options.loop, http=options.http, server_header=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
@@ -143,19 +144,22 @@ class _Exchange:
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
         """What the events say, and a comment whenever nothing was said for a while, so that no proxy takes the connection for dead."""
-        loop = asyncio.get_running_loop()
-        silence = loop.time() + self._keep_alive if self._keep_alive else None
+        time_of = asyncio.get_running_loop().time
+        deadline = self._deadline if self._deadline is not None else math.inf
+        patience = self._keep_alive or math.inf
+        silence = time_of() + patience
         while not self._tokens.is_done:
-            events = await self._tokens.next_events(min((time for time in (self._deadline, silence) if time is not None), default=None))
-            chunk = b"".join(map(self._chunk, events))
-            now = loop.time()
-            if self._deadline is not None and now >= self._deadline and not self._tokens.is_done:
+            until = min(deadline, silence)
+            events = await self._tokens.next_events(until if until < math.inf else None)
+            chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
+            now = time_of()
+            if now >= deadline and not self._tokens.is_done:
                 raise self._timeout()
-            if not chunk and silence is not None and now >= silence:
+            if not chunk and now >= silence:
                 chunk = KEEP_ALIVE
             if chunk:
                 yield chunk
-                silence = now + self._keep_alive if self._keep_alive else None
+                silence = now + patience
 
     def _chunk(self, event: TokenEvent) -> bytes:
         self._clock.event(event)
