@@ -127,6 +127,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader; asking for it costs a system call
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -136,7 +137,7 @@ class _Mailbox:
 
     async def wait(self, until: float | None) -> None:
         """Return once there is an item, or at time `until` of the loop; sometimes before, with neither."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         self._waiter = loop.create_future()
         # A timer a token would cost more than the token: one that is set, for an earlier time, is left to wake the reader for nothing.
         if until is not None and (self._timer is None or until < self._timer.when()):
@@ -230,7 +231,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             except asyncio.CancelledError:
                 self._close()
                 raise
-        return [event for event in self._reader.read(self._mailbox.take()) if _says_something(event, self._reader)]
+        return [event for event in self._reader.read(self._mailbox.take()) if event.token_ids or _says_something(event, self._reader)]
 
     async def __anext__(self) -> TokenEvent:
         """The next event. Raises as TokenStream does."""

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from pocketllm.backends.base import EngineStats
 from pocketllm.outputs import TokenEvent
@@ -67,7 +66,7 @@ class Histogram(Collector):
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text = name, text
         self._bounds = bounds
-        self._labels = [floatToGoString(bound) for bound in (*bounds, float("inf"))]
+        self._labels = [str(float(bound)) for bound in bounds] + ["+Inf"]
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
