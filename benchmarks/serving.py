@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+
 from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
 
@@ -57,7 +58,7 @@ class Server:
     def cpu_seconds(self) -> float:
         """User and system time so far."""
         times = self._stats.cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
     def close(self) -> None:
         self._process.terminate()
@@ -106,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
     finally:
         for server in servers.values():
             server.close()
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "serving",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
@@ -187,19 +188,21 @@ def _table(report: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        f"{report['hardware']['cpu']}, one core for the server and one for the clients, {report['settings']['rounds']} alternating rounds, medians (min to max), "
-        f"commit {report['code']['commit']}.",
+        f"{report['hardware']['cpu']}, one core for the server and one for the clients, {report['settings']['rounds']} alternating rounds, "
+        f"medians (min to max), commit {report['code']['commit']}.",
     ]
     for name, row in report["summary"].items():
         if row["client_may_limit"]:
-            lines.append(f"At {name} the clients used more than {_BUSY:.0%} of their core against {' and '.join(row['client_may_limit'])}: they may be the limit.")
+            sides = " and ".join(row["client_may_limit"])
+            lines.append(f"At {name} the clients used more than {_BUSY:.0%} of their core against {sides}: they may be the limit.")
     return "\n".join(lines)
 
 
 def _line(sample: dict[str, Any]) -> str:
     return (
-        f"{sample['tokens_per_s']:,.0f} tokens/s, {sample['tokens_per_event']:.1f} an event, {sample['server_cpu_us_per_token']:.1f} us/token, first token "
-        f"{sample['first_token_p50_ms']:.2f} ms (p99 {sample['first_token_p99_ms']:.2f}), CPU server {sample['server_cpu_share']:.0%} client {sample['client_cpu_share']:.0%}"
+        f"{sample['tokens_per_s']:,.0f} tokens/s, {sample['tokens_per_event']:.1f} an event, {sample['server_cpu_us_per_token']:.1f} us/token, "
+        f"first token {sample['first_token_p50_ms']:.2f} ms (p99 {sample['first_token_p99_ms']:.2f}), "
+        f"CPU server {sample['server_cpu_share']:.0%} client {sample['client_cpu_share']:.0%}"
     )
 
 
