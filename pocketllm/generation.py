@@ -22,7 +22,7 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
 from pocketllm.protocol.features import features
-from pocketllm.protocol.fields import summary
+from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.text.answer import Reading

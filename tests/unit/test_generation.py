@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pocketllm.active_request import Prepared
+from pocketllm.answer_reader import AnswerReader
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.config import EngineArgs
 from pocketllm.errors import (
@@ -28,7 +29,7 @@ from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.text.answer import Reading
-from pocketllm.token_stream import INLINE_CHARACTERS, Reader
+from pocketllm.token_stream import INLINE_CHARACTERS
 from tests.fake_serving import byte_tokenizer, fake, make_service
 
 Open = Callable[..., GenerationService]
@@ -133,7 +134,7 @@ def test_leaving_an_async_loop_cancels(open_service: Open) -> None:
 
 @pytest.mark.parametrize(("error", "line"), [(RuntimeError("bad shape\nframe #0: f() + 0x1"), "bad shape"), (RuntimeError(), "RuntimeError")])
 def test_a_failure_in_the_engine_is_one_line(error: Exception, line: str) -> None:
-    reader = Reader(Prepared("a", (EngineRequest("a", (1,), 1),), 1, Reading(byte_tokenizer())), lambda _index: None)
+    reader = AnswerReader(Prepared("a", (EngineRequest("a", (1,), 1),), 1, Reading(byte_tokenizer())), lambda _index: None)
     reader.read([(0, StepOutput("a", (), 0, "error", error=error))])
     assert str(reader.failure) == f"Request a failed in the engine: {line}"
 
@@ -368,7 +369,7 @@ def test_other_prompt_shapes_are_refused(prompts: Any) -> None:
 @pytest.mark.parametrize("params", [{"max_tokens": 5}, [{"max_tokens": 5}], 5, "ab"])
 def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
-        build_requests("Hi", params, None)
+        build_requests("Hi", params, None, frozenset())
     assert caught.value.param == "sampling_params"
 
 
