@@ -52,8 +52,7 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
         request_id = requests[0].request_id
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
         answer = _BODIES[endpoint](request_id, state.model_name, int(time.time()), include_usage=include_usage, features=features)
-        headers = {"x-request-id": http.headers.get("x-request-id") or request_id} if "request_id_header" in features else {}
-        exchange = _Exchange(state, requests, answer, clock, deadline, headers)
+        exchange = _Exchange(state, requests, answer, clock, deadline)
         return await (exchange.stream() if body.get("stream") else exchange.whole(http.receive))
     except (ClientDisconnected, ClientDisconnect):
         clock.end("cancelled")
@@ -71,14 +70,13 @@ class _Exchange:
         answer: AnswerBody,
         clock: RequestClock,
         deadline: float | None,
-        headers: dict[str, str],
     ) -> None:
         self._state = state
         self._id = requests[0].request_id
         self._num_choices = sum(request.sampling.n for request in requests)
         self._answer = answer
         self._clock = clock
-        self._headers = headers
+        self._headers = {"x-request-id": self._id}
         self._deadline = deadline
         self._keep_alive = state.args.keep_alive_interval if "keep_alive" in state.features else 0.0
         self._reason: Outcome = "stop"
