@@ -56,7 +56,7 @@ class AsyncLLM:
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, request_id: str | None = None
     ) -> list[GenerationOutput]:
         """As LLM.generate."""
-        streams = [self._service.stream_async(request) for request in build_requests(prompts, sampling_params, request_id)]
+        streams = [self._service.stream_async(request) for request in build_requests(prompts, sampling_params, request_id, self._service.features)]
         try:
             for stream in streams:
                 await stream.start()
@@ -67,7 +67,7 @@ class AsyncLLM:
 
     def generate_stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str | None = None) -> AsyncTokenStream:
         """As LLM.generate_stream, as an async iterator."""
-        return self._service.stream_async(build_request(prompt, sampling_params, request_id))
+        return self._service.stream_async(build_request(prompt, sampling_params, request_id, self._service.features))
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
@@ -84,7 +84,7 @@ class AsyncLLM:
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
         return self._service.stream_async(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
         )
 
     async def cancel(self, request_id: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pocketllm import env
 from pocketllm.errors import ConfigurationError
+from pocketllm.protocol.features import Surface
 
 BackendName = Literal["auto", "torch", "cpp"]
 ModelFormat = Literal["auto", "safetensors", "gguf"]
@@ -101,8 +102,10 @@ class ServerArgs:
     allow_origin: str | None = _option(None, "origin that browsers may call from (CORS), or *")
     default_max_tokens: int | None = _option(None, "budget of chat requests that send no max_tokens [until EOS or a full context]", minimum=1)
     request_timeout: float = _option(900.0, "seconds until a request is ended with 504; 0 is off", minimum=0)
+    keep_alive_interval: float = _option(15.0, "seconds of silence after which a stream sends a comment; 0 is off", minimum=0)
     shutdown_timeout: float = _option(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0)
-    max_queued_requests: int = _option(256, "requests in the engine before new ones get 429", minimum=1)
+    max_queued_requests: int = _option(256, "choices in the engine before new requests get 429", minimum=1)
+    surface: Surface = _option("full", "guide answers only what the API guide has, and refuses the rest")
     max_body_bytes: int = _option(8 * 2**20, "largest request body, in bytes", minimum=1024)
 
     def __new__(cls, *_args: Any, **options: Any) -> ServerArgs:

@@ -6,23 +6,31 @@ StepOutputs on the engine's thread. Each stream owns a queue; detokenizing happe
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
-from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback
+from pocketllm.active_request import ActiveRequest, Prepared
+from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
 from pocketllm.backends.select import refuse_options, select_backend
 from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
-from pocketllm.protocol.fields import summary
+from pocketllm.protocol.features import features
+from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import MAX_SEED
+from pocketllm.text.answer import Reading
 from pocketllm.text.chat_template import ChatTemplate, load_chat_template
+from pocketllm.text.reasoning import find_markers
+from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
-from pocketllm.token_stream import AsyncTokenStream, TokenStream
+from pocketllm.token_stream import AsyncTokenStream, Inbox, TokenStream
 
 T = TypeVar("T")
 
@@ -55,7 +63,10 @@ class GenerationService:
         self.model_name = model_name
         self._defaults = defaults
         self._seeds = random.Random(seed) if seed is not None else secrets.SystemRandom()
-        self._preparing: set[AsyncTokenStream] = set()
+        self._reasoning = find_markers(tokenizer)
+        self._lock = threading.Lock()
+        self._active: dict[str, ActiveRequest] = {}  # guarded by _lock
+        self._inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
 
     @classmethod
     def open(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> GenerationService:
@@ -78,6 +89,11 @@ class GenerationService:
     def capabilities(self) -> Capabilities:
         return self.backend.capabilities
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Everything that is acted on, by the plane and by the host."""
+        return features(self.capabilities, "full")
+
     def health(self) -> Health:
         return self.backend.health()
 
@@ -86,43 +102,93 @@ class GenerationService:
 
     def cancel(self, request_id: str) -> bool:
         """End an active request at the next step boundary; its stream raises RequestCancelledError. False if it is not active."""
-        preparing = [stream for stream in list(self._preparing) if stream.request_id == request_id]
-        for stream in preparing:
-            stream.is_cancelled = True
-        return self.backend.cancel(request_id) or bool(preparing)
+        active = self._active.get(request_id)
+        return active is not None and active.cancel()
 
     def close(self) -> None:
         """Stop the engine; requests still active are cancelled."""
         self.backend.close()
 
-    def prepare(self, request: GenerationRequest) -> EngineRequest:
-        """Prompt ids, resolved sampling and budget of `request`.
+    def activate(self, request_id: str) -> ActiveRequest:
+        """Take an id, until the request's last row has ended.
 
         Raises:
-            ConfigurationError: the prompt is empty, holds an id outside the vocabulary, or the template refuses the messages.
+            ConfigurationError: a request of that id is active.
+        """
+        with self._lock:
+            if request_id in self._active:
+                raise ConfigurationError(
+                    f'"request_id" = "{request_id}" is active already: send another one, or wait until that request has ended.', param="request_id"
+                )
+            active = self._active[request_id] = ActiveRequest(self.backend, request_id, lambda: self._active.pop(request_id, None))
+        return active
+
+    def inbox(self) -> Inbox:
+        """The way from the engine's thread to the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._inboxes:
+            self._inboxes[loop] = Inbox(loop)
+        return self._inboxes[loop]
+
+    def prepare(self, requests: Sequence[GenerationRequest]) -> Prepared:
+        """Prompt ids, resolved sampling, budgets and constraints of the rows of one HTTP or library request.
+
+        Args:
+            requests: one a prompt; they share their id and their sampling.
+
+        Raises:
+            ConfigurationError: a prompt is empty, holds an id outside the vocabulary, or the template refuses the messages.
+            UnsupportedFeatureError: a schema can't be honoured.
             ContextLengthExceededError: prompt and budget do not fit into the context.
         """
-        prompt_ids = self._prompt_ids(request)
+        first, rows_per_prompt = requests[0], requests[0].sampling.n
+        is_single = len(requests) * rows_per_prompt == 1
+        rows: list[EngineRequest] = []
+        for request in requests:
+            prompt_ids, seed = self._prompt_ids(request), request.sampling.seed
+            if seed is None:
+                seed = self._seeds.randint(0, MAX_SEED)
+            for choice in range(rows_per_prompt):
+                row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
+                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice)))
+        return Prepared(first.request_id, tuple(rows), rows_per_prompt, self._reading(first, rows[0].prompt_token_ids))
+
+    def stream(self, *requests: GenerationRequest) -> TokenStream:
+        """Submit `requests`, one a prompt, and return their events as a blocking iterator. Raises what `prepare` and `Backend.submit` raise."""
+        return TokenStream(self, requests)
+
+    def stream_async(self, *requests: GenerationRequest) -> AsyncTokenStream:
+        """The events of `requests` as an async iterator; they are prepared and submitted when first awaited."""
+        return AsyncTokenStream(self, requests)
+
+    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int) -> EngineRequest:
         sampling, defaults = request.sampling, self._defaults
-        temperature = _first(sampling.temperature, defaults.temperature, 1.0)
         return EngineRequest(
-            request_id=request.request_id,
+            request_id=row_id,
             prompt_token_ids=prompt_ids,
-            max_tokens=self._budget(len(prompt_ids), sampling.max_tokens, request.default_max_tokens),
-            temperature=float(temperature),
+            max_tokens=self._budget(request, len(prompt_ids)),
+            temperature=float(_first(sampling.temperature, defaults.temperature, 1.0)),
             top_p=float(_first(sampling.top_p, defaults.top_p, 1.0)),
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
-            seed=_first(sampling.seed, None, self._seeds.randint(0, MAX_SEED)),
+            seed=seed,
             eos_token_ids=frozenset(defaults.eos_token_ids),
+            logprobs=sampling.logprobs,
+            constraint=self._constraint(request, prompt_ids),
         )
 
-    def stream(self, request: GenerationRequest) -> TokenStream:
-        """Submit `request` and return its events as a blocking iterator. Raises what `prepare` and `Backend.submit` raise."""
-        return TokenStream(self, self.prepare(request))
+    def _constraint(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> TokenConstraint | None:
+        return None
 
-    def stream_async(self, request: GenerationRequest) -> AsyncTokenStream:
-        """The events of `request` as an async iterator; it is prepared and submitted when first awaited."""
-        return AsyncTokenStream(self, request)
+    def _reading(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> Reading:
+        stop = request.sampling.stop_sequences
+        markers = self._reasoning if "messages" in request.metadata else None
+        return Reading(
+            tokenizer=self.tokenizer,
+            stop=StopSequences(stop) if stop else None,
+            reasoning=markers,
+            is_reasoning=markers is not None and markers.is_open(prompt_ids, self.tokenizer),
+            has_logprobs=request.sampling.logprobs is not None,
+        )
 
     def _prompt_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         prompt = request.prompt
@@ -143,14 +209,15 @@ class GenerationService:
                 )
         return ids
 
-    def _budget(self, prompt_tokens: int, max_tokens: int | None, default: int | None) -> int:
+    def _budget(self, request: GenerationRequest, prompt_tokens: int) -> int:
+        max_tokens, default = request.sampling.max_tokens, request.default_max_tokens
         context = self.capabilities.context_length
         room = context - prompt_tokens
         if room < 1:
             raise ContextLengthExceededError(
                 f"This model's maximum context length is {context} tokens, and the prompt has {prompt_tokens}, which leaves no room for an answer. "
                 "Shorten the prompt, or start the engine with a larger max_model_len.",
-                param="prompt",
+                param="messages" if "messages" in request.metadata else "prompt",
             )
         if max_tokens is not None and max_tokens > room:
             raise ContextLengthExceededError(
@@ -161,6 +228,16 @@ class GenerationService:
         if max_tokens is not None:
             return max_tokens
         return room if default is None else min(room, default)  # nobody asked for the default, so it refuses nobody
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of choice `choice` of a request: its own for choice 0, else output number `choice` of SplitMix64 (Steele, Lea and Flood, 2014) from it, 63 bits."""
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ mixed >> 31) & MAX_SEED
 
 
 def _first(value: T | None, default: T | None, fallback: T) -> T:

@@ -14,6 +14,7 @@ from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest, new_request_id
+from pocketllm.protocol.sampling import check_sampling
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.token_stream import TokenStream
 
@@ -52,14 +53,14 @@ class LLM:
         Raises:
             ConfigurationError: a prompt or a parameter is not valid. RequestCancelledError: one was cancelled.
         """
-        requests = build_requests(prompts, sampling_params, request_id)
+        requests = build_requests(prompts, sampling_params, request_id, self._service.features)
         with ExitStack() as stack:
             streams = [stack.enter_context(self._service.stream(request)) for request in requests]
             return [stream.result() for stream in streams]
 
     def generate_stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str | None = None) -> TokenStream:
         """Complete one prompt, event by event. Closing the stream cancels the request. Raises as `generate` does."""
-        return self._service.stream(build_request(prompt, sampling_params, request_id))
+        return self._service.stream(build_request(prompt, sampling_params, request_id, self._service.features))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
@@ -83,7 +84,7 @@ class LLM:
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
         return self._service.stream(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, capabilities=self._service.capabilities, **options)
+            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -101,7 +102,9 @@ class LLM:
         self.close()
 
 
-def build_requests(prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None, request_id: str | None) -> list[GenerationRequest]:
+def build_requests(
+    prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None, request_id: str | None, features: frozenset[str]
+) -> list[GenerationRequest]:
     """One GenerationRequest a prompt, for `generate` of LLM and AsyncLLM."""
     items = as_prompts(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -115,14 +118,16 @@ def build_requests(prompts: Prompts, sampling_params: SamplingParams | Sequence[
         raise ConfigurationError(
             f'"sampling_params" has {len(params)} entries for {len(items)} prompts: send one for all, or one a prompt.', param="sampling_params"
         )
+    for one in params:
+        check_sampling(one, "completions", features)
     base = request_id or new_request_id("cmpl")
     ids = [base] if len(items) == 1 else [f"{base}-{index}" for index in range(len(items))]
     return [GenerationRequest(prompt, one, id_) for prompt, one, id_ in zip(items, params, ids, strict=True)]
 
 
-def build_request(prompt: str | Sequence[int], sampling_params: SamplingParams | None, request_id: str | None) -> GenerationRequest:
+def build_request(prompt: str | Sequence[int], sampling_params: SamplingParams | None, request_id: str | None, features: frozenset[str]) -> GenerationRequest:
     """The GenerationRequest of exactly one prompt, for `generate_stream` of LLM and AsyncLLM."""
-    requests = build_requests(prompt, sampling_params, request_id)
+    requests = build_requests(prompt, sampling_params, request_id, features)
     if len(requests) != 1:
         raise ConfigurationError(f'"prompt" holds {len(requests)} prompts: a stream takes one. Use generate() for several.', param="prompt")
     return requests[0]

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from pocketllm.backends.base import MAX_LOGPROBS
 from pocketllm.errors import ConfigurationError
 
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
+MAX_TEMPERATURE = 2  # OpenAI's; beyond, hardly more than noise comes
+MAX_TOP_K = 2**31 - 1
+
+
+class _Keywords(type):
+    """Looks at the keywords before the class does: what it does not act on is refused in the words of the field table, or harmless and dropped."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # the dataclass that this is the type of
+        if unknown := {name: value for name, value in options.items() if name not in known}:
+            from pocketllm.protocol.sampling import refuse_keywords  # here, since the table reads this module's limits
+
+            refuse_keywords(unknown)
+        return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Keywords):
     """Sampling of one request. A field left None takes the checkpoint's generation_config.json, else the value in brackets.
 
     Args:
         max_tokens: most tokens to generate, at least 1 [until EOS or a full context].
-        temperature: divides the logits, 0 or more [1.0]. 0 is greedy decoding, whatever else is set.
+        temperature: divides the logits, 0 to 2 [1.0]. 0 is greedy decoding, whatever else is set.
         top_p: nucleus mass in (0, 1] [1.0].
-        top_k: size of the candidate set; 0 or -1 is off [off].
+        top_k: size of the candidate set; 0 or -1 is off, 2**31 - 1 the most [off].
         seed: integer in [0, 2**63); the same seed gives the same tokens whatever else is in the batch [random].
         n: number of choices, 1 to 128 [1]. Choice 0 has the seed, the others have seeds mixed from it.
         stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
         logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
 
     Raises:
-        ConfigurationError: a value has the wrong type or is out of range; `param` names the field.
+        ConfigurationError: a value has the wrong type or is out of range, or there is no such field; `param` names the field.
+        UnsupportedFeatureError: a sampling field of the HTTP API that nothing acts on, at a value that would matter.
     """
 
     max_tokens: int | None = None
@@ -42,12 +57,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_float("temperature", self.temperature, 0.0, sys.float_info.max, "a number that is 0 (greedy) or more")
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"a number from 0 (greedy) to {MAX_TEMPERATURE}")
         _check_float("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
         if self.top_p == 0:
             raise _out_of_range("top_p", self.top_p, "a number above 0 and at most 1")
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.n is None:  # as an absent field, like every other one
+            object.__setattr__(self, "n", 1)
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -4,113 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pocketllm.backends.base import Backend, EngineRequest, StepOutput
-from pocketllm.errors import PocketLLMError, RequestCancelledError
-from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, Usage
+from pocketllm.active_request import ActiveRequest, Prepared
+from pocketllm.answer_reader import AnswerReader, Item, unfinished
+from pocketllm.backends.base import StepOutput
+from pocketllm.errors import PocketLLMError
+from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.text.detokenizer import Detokenizer
-from pocketllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pocketllm.generation import GenerationService
 
-
-class _Answer:
-    """Builds one request's events and its finished output from StepOutputs."""
-
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self._detokenizer = Detokenizer(tokenizer)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._cached_tokens = 0
-        self.last: TokenEvent | None = None
-
-    def event(self, step: StepOutput) -> TokenEvent:
-        if step.finish_reason == "cancelled":
-            raise _cancelled(step.request_id)
-        if step.finish_reason == "error":
-            if isinstance(step.error, PocketLLMError):
-                raise step.error
-            reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
-            raise PocketLLMError(f"Request {step.request_id} failed in the engine: {reason}") from step.error
-        self._cached_tokens = max(self._cached_tokens, step.cached_tokens)
-        text = self._detokenizer.step(step.token_ids)
-        usage = None
-        if step.finish_reason is not None:
-            text += self._detokenizer.finish()
-            usage = Usage(len(self.request.prompt_token_ids), step.num_generated, self._cached_tokens)
-        self._text.append(text)
-        self._token_ids.extend(step.token_ids)
-        self.last = TokenEvent(step.request_id, text, step.token_ids, step.finish_reason, usage)
-        return self.last
-
-    def output(self) -> GenerationOutput:
-        if self.last is None or self.last.finish_reason is None or self.last.usage is None:
-            raise _unfinished(self.request.request_id)
-        reason: FinishReason = self.last.finish_reason
-        choice = ChoiceOutput(0, "".join(self._text), tuple(self._token_ids), reason)
-        return GenerationOutput(self.request.request_id, (choice,), self.last.usage)
-
-
-class _Delivery:
-    """Takes one request's steps on the engine's thread. It does not know the stream, which can so be collected while the request is active.
-
-    Args:
-        put: hands a step to the stream's reader.
-    """
-
-    def __init__(self, put: Callable[[StepOutput], object]) -> None:
-        self._put = put
-        self.ended = False  # from then on the id may be another request's, which a cancel would hit
-
-    def __call__(self, step: StepOutput) -> None:
-        self.ended = step.finish_reason is not None
-        self._put(step)
+INLINE_CHARACTERS = 8192  # a prompt of so many is prepared in less time than a thread takes to be woken
 
 
 class TokenStream(Iterator[TokenEvent]):
     """The events of one request, read by a blocking loop. Closing it early cancels the request."""
 
-    def __init__(self, service: GenerationService, request: EngineRequest) -> None:
-        self._done = True  # until submitted: a refused request must not cancel an active one of the same id
-        self.request_id = request.request_id
-        self._service = service
-        self._answer = _Answer(request, service.tokenizer)
-        self._steps: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
-        self._delivery = _Delivery(self._steps.put)
-        service.backend.submit(request, self._delivery)
-        self._done = False
+    def __init__(self, service: GenerationService, requests: Sequence[GenerationRequest]) -> None:
+        self.request_id = requests[0].request_id
+        self._active: ActiveRequest | None = None  # until submitted: a refused request must not cancel an active one of the same id
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._is_over = True
+        active = service.activate(self.request_id)
+        try:
+            prepared = service.prepare(requests)
+        except BaseException:
+            active.drop()
+            raise
+        items = self._items
+        active.submit(prepared, lambda index, step: items.put((index, step)))
+        self._reader = AnswerReader(prepared, active.cancel_row)
+        self._events: deque[TokenEvent] = deque()
+        self._active = active
+        self._is_over = False
 
     def __next__(self) -> TokenEvent:
-        """The next event.
+        """The next event. The choices that do not fail come to their end before a failure is raised.
 
         Raises:
             RequestCancelledError: the request was cancelled.
-            PocketLLMError: the request failed in the engine.
+            PocketLLMError: a choice failed in the engine.
         """
-        if self._done:
-            raise StopIteration
-        step = self._steps.get()
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
+        while not self._is_over:
+            if self._events:
+                return self._events.popleft()
+            if self._reader.is_done:
+                self._is_over = True
+                if self._reader.failure is not None:
+                    raise self._reader.failure
+                break
+            items = [self._items.get()]
+            while not self._items.empty():
+                items.append(self._items.get())
+            self._events.extend(event for event in self._reader.read(items) if _says_something(event, self._reader))
+        raise StopIteration
 
     def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer. Raises as `__next__` does, and RequestCancelledError after `close`."""
-        for _ in self:
-            pass
-        return self._answer.output()
+        """Read to the end and return the finished choices. Raises as `__next__` does where there is none, and RequestCancelledError after `close`."""
+        try:
+            for _ in self:
+                pass
+        except PocketLLMError:
+            pass  # `output` raises it, unless other choices have finished
+        if not self._reader.is_done:
+            raise unfinished(self.request_id)
+        return self._reader.output()
 
     def close(self) -> None:
         """Cancel the request unless it has finished."""
-        if not self._done:
-            self._done = True
-            if not self._delivery.ended:
-                self._service.cancel(self.request_id)
+        self._is_over = True
+        if self._active is not None:
+            self._active.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -122,65 +91,162 @@ class TokenStream(Iterator[TokenEvent]):
         self.close()
 
 
+class Inbox:
+    """Takes steps from the engine's thread to an event loop, waking it once for all that came meanwhile.
+
+    Args:
+        loop: the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[_Mailbox, Item]] = deque()
+        self._is_waking = False
+
+    def put(self, mailbox: _Mailbox, item: Item) -> None:
+        """Deliver `item`. Called on the engine's thread.
+
+        Raises:
+            RuntimeError: the loop is closed, so nobody reads.
+        """
+        self._items.append((mailbox, item))
+        if not self._is_waking:  # after the append, and cleared before the items are taken: so none is left lying
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_waking = False
+        items = self._items
+        while items:
+            mailbox, item = items.popleft()
+            mailbox.put(item)
+
+
+class _Mailbox:
+    """Items for one reader on an event loop."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        self._wake()
+
+    async def wait(self, until: float | None) -> None:
+        """Return once there is an item, or at time `until` of the loop."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_at(until, self._wake) if until is not None else None
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def take(self) -> list[Item]:
+        items, self.items = self.items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class AsyncTokenStream(AsyncIterator[TokenEvent]):
     """The events of one request, read by an event loop. Closing it early, or cancelling the task that reads it, cancels the request."""
 
-    def __init__(self, service: GenerationService, request: GenerationRequest) -> None:
-        self.request_id = request.request_id
+    def __init__(self, service: GenerationService, requests: Sequence[GenerationRequest]) -> None:
+        self.request_id = requests[0].request_id
         self._service = service
-        self._request = request
-        self._answer: _Answer | None = None
-        self._steps: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._delivery: _Delivery | None = None  # once submitted
-        self._done = False
-        self.is_cancelled = False  # set while the request is being prepared, when the backend does not know it yet
+        self._requests = requests
+        self._active: ActiveRequest | None = None
+        self._reader: AnswerReader | None = None
+        self._mailbox = _Mailbox()
+        self._events: deque[TokenEvent] = deque()
+        self._is_over = False
 
     async def start(self) -> None:
         """Prepare and submit the request, once; later calls do nothing. Raises what `prepare` and `Backend.submit` raise."""
-        if self._answer is not None or self._done:
+        if self._active is not None or self._is_over:
             return
-        self._service._preparing.add(self)
+        self._active = active = self._service.activate(self.request_id)
         try:
-            prepared = await asyncio.to_thread(self._service.prepare, self._request)
-            if self._done:
-                return  # closed meanwhile
-            if self.is_cancelled:
-                raise _cancelled(self.request_id)
-            self._answer = _Answer(prepared, self._service.tokenizer)
-            delivery = _Delivery(_put_on(asyncio.get_running_loop(), self._steps, self._service.backend))
-            self._service.backend.submit(prepared, delivery)
-            self._delivery = delivery
+            try:
+                prepared = await self._prepare()
+            except BaseException:
+                active.drop()
+                raise
+            if self._is_over:  # closed meanwhile
+                active.drop()
+                return
+            self._reader = AnswerReader(prepared, active.cancel_row)
+            active.submit(prepared, _put_on(self._service.inbox(), self._mailbox, active))
         except BaseException:
-            self._done = True
+            self._is_over = True
             raise
-        finally:
-            self._service._preparing.discard(self)
+
+    async def _prepare(self) -> Prepared:
+        requests = self._requests
+        if sum(len(request.prompt) for request in requests) <= INLINE_CHARACTERS and not any(request.response_format or request.tools for request in requests):
+            return self._service.prepare(requests)
+        return await asyncio.to_thread(self._service.prepare, requests)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens; 0 before `start`."""
-        return 0 if self._answer is None else len(self._answer.request.prompt_token_ids)
+    def is_done(self) -> bool:
+        """Whether every event has been read, and a failure raised, or the stream was closed."""
+        return self._is_over or (self._reader is not None and self._reader.is_done and self._reader.failure is None and not self._events)
+
+    async def next_events(self, until: float | None = None) -> list[TokenEvent]:
+        """What has come, one event a choice; empty at time `until` of the event loop, and at the end. Raises as `__anext__` does."""
+        await self.start()
+        if self._is_over or self._reader is None:
+            return []
+        if self._events:
+            events = list(self._events)
+            self._events.clear()
+            return events
+        if self._reader.is_done:
+            self._is_over = True
+            if self._reader.failure is not None:
+                raise self._reader.failure
+            return []
+        if not self._mailbox.items:
+            try:
+                await self._mailbox.wait(until)
+            except asyncio.CancelledError:
+                self._close()
+                raise
+        return [event for event in self._reader.read(self._mailbox.take()) if _says_something(event, self._reader)]
 
     async def __anext__(self) -> TokenEvent:
         """The next event. Raises as TokenStream does."""
-        await self.start()
-        if self._done or self._answer is None:
-            raise StopAsyncIteration
-        try:
-            step = await self._steps.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._done = step.finish_reason is not None
-        return self._answer.event(step)
+        while not self._events:
+            events = await self.next_events()
+            if not events and (self._is_over or self._reader is None):
+                raise StopAsyncIteration
+            self._events.extend(events)
+        return self._events.popleft()
 
     async def result(self) -> GenerationOutput:
-        """Read to the end and return the finished answer. Raises as TokenStream does."""
-        async for _ in self:
-            pass
-        if self._answer is None:
-            raise _unfinished(self.request_id)
-        return self._answer.output()
+        """Read to the end and return the finished choices. Raises as TokenStream does."""
+        try:
+            async for _ in self:
+                pass
+        except PocketLLMError:
+            if self._reader is None or not self._reader.is_done:
+                raise
+        if self._reader is None or not self._reader.is_done:
+            raise unfinished(self.request_id)
+        return self._reader.output()
+
+    def finished(self) -> GenerationOutput | None:
+        """The choices that have finished so far, or None: what a request that ran out of time has to show."""
+        try:
+            return None if self._reader is None else self._reader.output()
+        except PocketLLMError:
+            return None
 
     async def aclose(self) -> None:
         """Cancel the request unless it has finished."""
@@ -191,25 +257,21 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         self._close()
 
     def _close(self) -> None:
-        if not self._done:
-            self._done = True
-            if self._delivery is not None and not self._delivery.ended:
-                self._service.cancel(self.request_id)
+        self._is_over = True
+        if self._active is not None:
+            self._active.cancel()
 
 
-def _put_on(loop: asyncio.AbstractEventLoop, steps: asyncio.Queue[StepOutput], backend: Backend) -> Callable[[StepOutput], None]:
-    def put(step: StepOutput) -> None:
+def _put_on(inbox: Inbox, mailbox: _Mailbox, active: ActiveRequest) -> Callable[[int, StepOutput], None]:
+    def put(index: int, step: StepOutput) -> None:
         try:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
+            inbox.put(mailbox, (index, step))
         except RuntimeError:  # the loop is closed, so nobody reads on
-            backend.cancel(step.request_id)
+            active.cancel()
 
     return put
 
 
-def _unfinished(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"Request {request_id} was closed, or had failed, before its answer was finished.")
-
-
-def _cancelled(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"Request {request_id} was cancelled.")
+def _says_something(event: TokenEvent, reader: AnswerReader) -> bool:
+    """Whether a reader is told of `event`: not of the end of a choice that has failed, whose failure is raised."""
+    return bool(event.token_ids) or event.finish_reason is not None or reader.failure is None

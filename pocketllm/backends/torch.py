@@ -48,7 +48,8 @@ class TorchBackend(Backend):
         self._closed = False
         self._num_threads, self._native_kernels = _plane_options(args)
         self._context_length = _context_length(args, checkpoint)
-        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, int(checkpoint.config["vocab_size"]))
+        vocab_size = int(checkpoint.config["vocab_size"])
+        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -66,6 +67,8 @@ class TorchBackend(Backend):
         if self._closed:  # while torch was imported
             engine.close()
         engine.wait_until_built()
+        if self._closed:  # too late for the build to notice, which of a small model takes no time
+            raise BackendUnavailableError("The engine was closed while the model loaded.")
         progress(LoadProgress(1.0, "ready"))
 
     def _build(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Scheduler, ModelRunner]:

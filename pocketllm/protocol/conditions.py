@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+from pocketllm.protocol.refusals import summary
 
-Condition = Callable[[Any, Mapping[str, Any]], bool]
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_PROMPTS = 128  # times n: each choice of each prompt is a row of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Which part of a value fails its condition.
+
+    Args:
+        path: from the field to the part, such as "[1].function.name"; "" is the field itself.
+        value: of the part.
+        instead, remedy: the two halves of the refusal, as in a Rule.
+    """
+
+    path: str
+    value: object
+    instead: str
+    remedy: str
+
+
+Condition = Callable[[Any, Mapping[str, Any]], "bool | Fault"]
 
 
 def whole_number(value: object) -> int | None:
@@ -24,6 +45,10 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
     return float(value)
+
+
+def is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def whole(low: int, high: float = math.inf) -> Condition:
@@ -51,37 +76,165 @@ def one_of(*values: object) -> Condition:
     return lambda value, _body: any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
+def never(_value: Any, _body: Mapping[str, Any]) -> bool:
+    return False
+
+
 def is_empty(value: Any, _body: Mapping[str, Any]) -> bool:
-    return isinstance(value, (str, list, tuple, dict)) and not value
+    return not value
 
 
 def is_strings(value: Any, _body: Mapping[str, Any]) -> bool:
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
+    return isinstance(value, str) or (is_list(value) and all(isinstance(item, str) for item in value))
 
 
-def matches_nothing(value: Any, _body: Mapping[str, Any]) -> bool:
-    return not value or (not isinstance(value, str) and not any(value))
+def is_token_ids(value: Any, _body: Mapping[str, Any]) -> bool:
+    return is_list(value) and _bad_id(value) is None
 
 
-def is_one_prompt(value: Any, _body: Mapping[str, Any]) -> bool:
-    return not (isinstance(value, (list, tuple)) and len(value) > 1 and any(isinstance(item, (str, list, tuple)) for item in value))
+def is_logit_bias(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+    if not isinstance(value, Mapping):
+        return False
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19):
+            return Fault("", value, f"{summary(key)} is no token id, which is a whole number of at least 0", "Send the ids of tokens as keys")
+        found = number(bias)
+        if found is None or not -100 <= found <= 100:
+            return Fault(f".{key}", bias, "a bias is a number from -100 to 100", "Send such a number")
+    return True
 
 
-def is_prompt(value: Any, _body: Mapping[str, Any]) -> bool:
-    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (str, list, tuple)):
-        value = value[0]
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(whole_number(item) is not None for item in value))
+def only_keys(*known: str) -> Condition:
+    """Every key with a value is one of `known`."""
+
+    def allows(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+        for key, item in value.items():
+            if key not in known and item is not None:
+                return Fault(f".{key}", item, "there is no such option, and nothing would act on it", f"Leave {summary(key)} out")
+        return True
+
+    return allows
+
+
+def is_prompt(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+    """A string, a list of strings, token ids, or a list of those."""
+    if isinstance(value, str):
+        return True
+    if not is_list(value):
+        return False
+    if not value:
+        return Fault("", value, "there is nothing to complete", "Send at least one prompt, or one token id")
+    if isinstance(value[0], str):
+        return all(isinstance(item, str) for item in value)
+    if not is_list(value[0]):
+        return _ids_fault(value, value)
+    for item in value:
+        if not is_list(item):
+            return False
+        if not item:
+            return Fault("", value, "one of the prompts has no token, so there is nothing to complete", "Send at least one token id in each prompt")
+        fault = _ids_fault(item, value)
+        if fault is not True:
+            return fault
+    return True
+
+
+def fits_choices(value: Any, body: Mapping[str, Any]) -> bool | Fault:
+    """Prompts times n is at most MAX_PROMPTS."""
+    choices = whole_number(body.get("n")) or 1
+    prompts = len(value) if is_list(value) and (isinstance(value[0], str) or is_list(value[0])) else 1
+    if prompts * choices <= MAX_PROMPTS:
+        return True
+    return Fault(
+        "",
+        value,
+        f"{prompts} prompts with {choices} choices each are {prompts * choices} answers, and one request has at most {MAX_PROMPTS}",
+        "Send fewer prompts, or several requests",
+    )
+
+
+def is_text_prompt(value: Any, _body: Mapping[str, Any]) -> bool:
+    return isinstance(value, str) or isinstance(value[0], str)
 
 
 def ranking_asked(value: Any, body: Mapping[str, Any]) -> bool:
     return value == 0 or body.get("logprobs") is True
 
 
-def is_greedy(value: Any, body: Mapping[str, Any]) -> bool:
+def is_not_streamed(_value: Any, body: Mapping[str, Any]) -> bool:
+    return body.get("stream") is not True
+
+
+def false_or_not_streamed(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is False or body.get("stream") is not True
+
+
+def is_greedy(_value: Any, body: Mapping[str, Any]) -> bool:
     return number(body.get("temperature")) == 0
+
+
+def one_or_greedy(value: Any, body: Mapping[str, Any]) -> bool:
+    return value == 1 or is_greedy(value, body)
+
+
+def off_or_greedy(value: Any, body: Mapping[str, Any]) -> bool:
+    return value in (0, -1) or is_greedy(value, body)
 
 
 def is_reasoning(value: Any, _body: Mapping[str, Any]) -> bool:
     if isinstance(value, bool):
         return True
     return isinstance(value, Mapping) and set(value) <= {"effort"} and value.get("effort") in (None, *REASONING_EFFORTS)
+
+
+def is_response_format(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+    """The outer form of a response format; what a schema may say is the grammar's to decide."""
+    if not isinstance(value, Mapping):
+        return False
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in ("text", "json_object", "json_schema"):
+        return Fault("", value, '"type" is "text", "json_object" or "json_schema"', "Send one of these types")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    if extra := unknown_key(value, known):
+        return Fault("", value, f'a format of type "{kind}" has no {extra}', f"Leave {extra} out")
+    if kind != "json_schema":
+        return True
+    inner = value.get("json_schema")
+    if not isinstance(inner, Mapping):
+        return Fault("", value, '"json_schema" is an object that holds the schema', 'Send "json_schema" as {"name": "answer", "schema": {...}}')
+    if extra := unknown_key(inner, ("name", "description", "schema", "strict")):
+        return Fault("", value, f'"json_schema" has no {extra}', f'Leave {extra} out; the schema itself goes into "json_schema.schema"')
+    if not isinstance(inner.get("schema"), Mapping):
+        return Fault("", value, '"json_schema.schema" is an object, the JSON schema of the answer', 'Send it as {"type": "object", ...}')
+    for key, form, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "true or false")):
+        if inner.get(key) is not None and not isinstance(inner[key], form):
+            return Fault("", value, f'"json_schema.{key}" is {words}', f'Send "json_schema.{key}" as {words}, or leave it out')
+    return True
+
+
+def is_text_format(value: Any, _body: Mapping[str, Any]) -> bool:
+    return bool(value["type"] == "text")
+
+
+def unknown_key(value: Mapping[str, Any], known: Sequence[str]) -> str | None:
+    """The first key, as shown in a message, that has a value and is not one of `known`."""
+    return next((summary(key) for key, item in value.items() if key not in known and item is not None), None)
+
+
+def _bad_id(ids: Sequence[Any]) -> int | None:
+    """Where the first entry is that is no whole number of at least 0."""
+    if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # prompts are long, and this is how they come
+        return None
+    return next((index for index, item in enumerate(ids) if (found := whole_number(item)) is None or found < 0), None)
+
+
+def _ids_fault(ids: Sequence[Any], value: object) -> bool | Fault:
+    index = _bad_id(ids)
+    if index is None:
+        return True
+    return Fault(
+        "",
+        value,
+        f"a token id is a whole number of at least 0, and entry {index} is {summary(ids[index])}",
+        "Send a string, an array of token ids, or an array of either",
+    )

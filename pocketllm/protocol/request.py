@@ -19,12 +19,14 @@ class ToolUse:
         choice: "auto" lets the model decide, "none" forbids calls, "required" asks for at least one, "function" for one of `name`.
         name: of the function that must be called, with choice "function".
         parallel: whether one answer may hold several calls.
+        is_reported: whether calls are reported as such; else they stay content.
     """
 
     definitions: tuple[Mapping[str, Any], ...]
     choice: str = "auto"
     name: str | None = None
     parallel: bool = True
+    is_reported: bool = True
 
     @property
     def is_forced(self) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from pocketllm.errors import PocketLLMError
-from pocketllm.outputs import GenerationOutput, TokenEvent, Usage
+from pocketllm.outputs import Alternative, ChoiceOutput, GenerationOutput, TokenEvent, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of event streams skip
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -23,9 +25,15 @@ def error_of(error: PocketLLMError) -> dict[str, Any]:
     return error_body(error.message, error.error_type, param=error.param, code=error.code)
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object, with the prompt tokens that the prefix cache gave."""
-    return {**usage.as_dict(), "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+def usage_body(usage: Usage, *, has_details: bool = True) -> dict[str, Any]:
+    """OpenAI's usage object, with the prompt tokens that the prefix cache gave and the tokens that were reasoning."""
+    if not has_details:
+        return usage.as_dict()
+    return {
+        **usage.as_dict(),
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
 
 
 def model_body(name: str, created: int, context_length: int) -> dict[str, Any]:
@@ -43,20 +51,20 @@ def sse(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n\n"
 
 
-class Answer(Protocol):
+class AnswerBody(Protocol):
     """How one endpoint spells the answer to one request."""
 
     def whole(self, output: GenerationOutput) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
-    def opening(self) -> bytes:
+    def opening(self, num_choices: int) -> bytes:
         """What a stream begins with."""
 
     def chunk(self, event: TokenEvent) -> bytes:
         """What a stream says of one event; empty when there is nothing to say."""
 
 
-class ChatAnswer:
+class ChatBody:
     """chat.completion and chat.completion.chunk.
 
     Args:
@@ -64,71 +72,149 @@ class ChatAnswer:
         model: name of the model.
         created: Unix time in seconds.
         include_usage: whether a stream ends with a chunk of token counts.
+        features: what is acted on; "null_keys" has message.refusal and logprobs present where they are empty, as OpenAI's schema wants, "usage_details" breaks
+            the token counts down.
     """
 
-    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool = False) -> None:
+    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str]) -> None:
         self._head = {"id": request_id, "object": "chat.completion", "created": created, "model": model}
-        self._stream = _Chunks({**self._head, "object": "chat.completion.chunk"}, include_usage)
-        self._before, self._after = self._stream.split({"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": None})
+        self._refusal: dict[str, Any] = {"refusal": None} if "null_keys" in features else {}
+        self._ranks: dict[str, Any] = {"logprobs": None} if "null_keys" in features else {}
+        self._has_details = "usage_details" in features
+        self._chunks = _Chunks({**self._head, "object": "chat.completion.chunk"}, include_usage, self._has_details)
 
     def whole(self, output: GenerationOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": output.finish_reason}
-        return {**self._head, "choices": [choice], "usage": usage_body(output.usage)}
+        return {**self._head, "choices": [self._choice(choice) for choice in output.choices], "usage": usage_body(output.usage, has_details=self._has_details)}
 
-    def opening(self) -> bytes:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._stream.event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def opening(self, num_choices: int) -> bytes:
+        delta = {"role": "assistant", "content": "", **self._refusal}
+        return b"".join(self._chunks.event([self._delta(index, delta)]) for index in range(num_choices))
 
     def chunk(self, event: TokenEvent) -> bytes:
-        text = self._before + encode_basestring_ascii(event.text).encode() + self._after if event.text else b""
-        if event.finish_reason is None:
-            return text
-        return text + self._stream.end({"index": 0, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason}, event.usage)
+        found = b""
+        if event.reasoning_content:
+            found += self._chunks.event([self._delta(event.index, {"reasoning_content": event.reasoning_content})])
+        if event.text:
+            found += self._chunks.text(event.index, event.text, self._empty)
+        for call in event.tool_calls:
+            found += self._chunks.event([self._delta(event.index, {"tool_calls": [_call_delta(call)]})])
+        if event.finish_reason is not None:
+            found += self._chunks.end(self._delta(event.index, {}, event.finish_reason), event.usage)
+        return found
+
+    def _choice(self, choice: ChoiceOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, **self._refusal}
+        if choice.reasoning_content is not None:
+            message["reasoning_content"] = choice.reasoning_content
+        if choice.tool_calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in choice.tool_calls
+            ]
+        ranks = self._ranks
+        if choice.logprobs is not None:
+            ranks = {"logprobs": {"content": _content(choice.logprobs), **self._refusal}}
+        return {"index": choice.index, "message": message, **ranks, "finish_reason": choice.finish_reason}
+
+    def _delta(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, **self._ranks, "finish_reason": finish_reason}
+
+    def _empty(self, index: int) -> dict[str, Any]:
+        return self._delta(index, {"content": ""})
 
 
-class CompletionAnswer:
-    """text_completion, whole and in chunks. Arguments are those of ChatAnswer."""
+class CompletionBody:
+    """text_completion, whole and in chunks. Arguments are those of ChatBody."""
 
-    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool = False) -> None:
+    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str]) -> None:
         self._head = {"id": request_id, "object": "text_completion", "created": created, "model": model}
-        self._stream = _Chunks(self._head, include_usage)
-        self._before, self._after = self._stream.split({"index": 0, "text": "", "logprobs": None, "finish_reason": None})
+        self._ranks: dict[str, Any] = {"logprobs": None} if "null_keys" in features else {}
+        self._has_details = "usage_details" in features
+        self._chunks = _Chunks(self._head, include_usage, self._has_details)
 
     def whole(self, output: GenerationOutput) -> dict[str, Any]:
-        choice = {"index": 0, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason}
-        return {**self._head, "choices": [choice], "usage": usage_body(output.usage)}
+        return {**self._head, "choices": [self._choice(choice) for choice in output.choices], "usage": usage_body(output.usage, has_details=self._has_details)}
 
-    def opening(self) -> bytes:
+    def opening(self, num_choices: int) -> bytes:
         return b""
 
     def chunk(self, event: TokenEvent) -> bytes:
-        text = self._before + encode_basestring_ascii(event.text).encode() + self._after if event.text else b""
-        if event.finish_reason is None:
-            return text
-        return text + self._stream.end({"index": 0, "text": "", "logprobs": None, "finish_reason": event.finish_reason}, event.usage)
+        found = self._chunks.text(event.index, event.text, self._empty) if event.text else b""
+        if event.finish_reason is not None:
+            found += self._chunks.end(self._text(event.index, "", event.finish_reason), event.usage)
+        return found
+
+    def _choice(self, choice: ChoiceOutput) -> dict[str, Any]:
+        ranks = self._ranks
+        if choice.logprobs is not None:
+            ranks = {"logprobs": {"content": _content(choice.logprobs), **_legacy(choice.logprobs)}}
+        return {"index": choice.index, "text": choice.text, **ranks, "finish_reason": choice.finish_reason}
+
+    def _text(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, **self._ranks, "finish_reason": finish_reason}
+
+    def _empty(self, index: int) -> dict[str, Any]:
+        return self._text(index, "", None)
 
 
 class _Chunks:
     """The parts that all chunks of a stream share. With include_usage, every chunk but the last says `"usage": null`."""
 
-    def __init__(self, head: Mapping[str, Any], include_usage: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], include_usage: bool, has_details: bool) -> None:
         self._head = head
         self._include_usage = include_usage
+        self._has_details = has_details
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
         body = {**self._head, "choices": choices}
         if self._include_usage:
-            body["usage"] = usage_body(usage) if usage is not None else None
+            body["usage"] = usage_body(usage, has_details=self._has_details) if usage is not None else None
         return sse(body)
 
-    def split(self, choice: dict[str, Any]) -> tuple[bytes, bytes]:
-        """A chunk cut at the one empty string of `choice`, so that a token costs one concatenation."""
-        mark = b'""'
-        body = self.event([choice])
-        at = body.rindex(mark)
-        return body[:at], body[at + len(mark) :]
+    def text(self, index: int, text: str, empty: Callable[[int], dict[str, Any]]) -> bytes:
+        """The chunk that adds `text`; `empty` is that chunk with an empty text, whose frame is kept, so that a token costs one concatenation."""
+        frame = self._frames.get(index)
+        if frame is None:
+            body, mark = self.event([empty(index)]), b'""'
+            at = body.rindex(mark)
+            frame = self._frames[index] = body[:at], body[at + len(mark) :]
+        return frame[0] + encode_basestring_ascii(text).encode("ascii") + frame[1]
 
     def end(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
         last = self.event([choice])
         return last + self.event([], usage) if self._include_usage and usage is not None else last
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _content(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [{**_ranked(one), "top_logprobs": [_ranked(other) for other in one.top]} for one in logprobs]
+
+
+def _ranked(one: Alternative) -> dict[str, Any]:
+    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.bytes)}
+
+
+def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """OpenAI's arrays of /v1/completions. As documented there, a token that was drawn is among the ranked ones even where its rank is lower."""
+    offsets, decoder, length = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for one in logprobs:
+        offsets.append(length)
+        length += len(decoder.decode(one.bytes))
+    ranked = []
+    for one in logprobs:
+        likeliest: dict[str, float] = {}
+        for other in (*one.top, one):
+            likeliest.setdefault(other.token, other.logprob)  # of tokens that look alike, the likeliest
+        ranked.append(likeliest)
+    return {
+        "tokens": [one.token for one in logprobs],
+        "token_logprobs": [one.logprob for one in logprobs],
+        "top_logprobs": ranked,
+        "text_offset": offsets,
+    }

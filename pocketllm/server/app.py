@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pocketllm.config import ServerArgs
 from pocketllm.errors import BackendUnavailableError, PocketLLMError
-from pocketllm.protocol.fields import summary
+from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.responses import error_body, error_of
 from pocketllm.server.chat import chat_completions
 from pocketllm.server.completions import completions

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pocketllm.config import ServerArgs
-from pocketllm.protocol.chat import TEMPLATE_FIELDS, build_chat_request, sampling_from
+from pocketllm.protocol.chat import chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.server.exchange import generate
+from pocketllm.server.state import ServerState
 
 
 async def chat_completions(request: Request) -> Response:
@@ -18,8 +19,8 @@ async def chat_completions(request: Request) -> Response:
     return await generate(request, "chat", _build)
 
 
-def _build(body: dict[str, Any], args: ServerArgs) -> GenerationRequest:
-    options = {name: body[name] for name in TEMPLATE_FIELDS if name in body}
-    return build_chat_request(
-        body.get("messages", ()), sampling_from(body), request_id=body.get("request_id"), default_max_tokens=args.default_max_tokens, **options
-    )
+def _build(body: dict[str, Any], state: ServerState) -> list[GenerationRequest]:
+    request = chat_request(body, state.args.default_max_tokens)
+    if body.get("stream") and request.tools is not None and "streamed_tool_calls" not in state.features:
+        request = replace(request, tools=replace(request.tools, is_reported=False))
+    return [request]

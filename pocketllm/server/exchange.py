@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from pocketllm.config import ServerArgs
 from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledError, RequestTimeoutError
-from pocketllm.outputs import GenerationOutput
+from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.protocol.responses import DONE, Answer, ChatAnswer, CompletionAnswer, dump, error_of, sse
+from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, error_of, sse
 from pocketllm.server.body import read_json
 from pocketllm.server.metrics import Outcome, RequestClock
 from pocketllm.server.sse import ClientDisconnected, EventStream, unless_disconnected
@@ -27,8 +26,8 @@ logger = logging.getLogger("pocketllm.server")
 
 _UNREAD_SECONDS = 5  # past the deadline, for the error event to reach a client that reads
 
-Build = Callable[[dict[str, Any], ServerArgs], GenerationRequest]
-_ANSWERS: Mapping[Endpoint, type[ChatAnswer] | type[CompletionAnswer]] = {"chat": ChatAnswer, "completions": CompletionAnswer}
+Build = Callable[[dict[str, Any], ServerState], Sequence[GenerationRequest]]
+_BODIES: Mapping[Endpoint, type[ChatBody] | type[CompletionBody]] = {"chat": ChatBody, "completions": CompletionBody}
 
 
 async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
@@ -37,7 +36,7 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
     Args:
         http: the request; its body has not been read.
         endpoint: whose fields and answers are used.
-        build: makes the GenerationRequest of a body whose fields have passed.
+        build: makes one GenerationRequest a prompt of a body whose fields have passed.
 
     Raises:
         PocketLLMError: the request is refused, or has failed before its answer began.
@@ -45,14 +44,16 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
     state: ServerState = http.app.state.server
     clock = RequestClock(state.metrics)
     try:
-        service = state.service
+        features = state.features
         deadline = asyncio.get_running_loop().time() + state.args.request_timeout if state.args.request_timeout else None
         body = await read_json(http, state.args.max_body_bytes, deadline)
-        check_fields(body, endpoint, service.capabilities)
-        request = build(body, state.args)
+        check_fields(body, endpoint, features)
+        requests = build(body, state)
+        request_id = requests[0].request_id
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
-        answer = _ANSWERS[endpoint](request.request_id, state.model_name, int(time.time()), include_usage=include_usage)
-        exchange = _Exchange(state, request, answer, clock, deadline)
+        answer = _BODIES[endpoint](request_id, state.model_name, int(time.time()), include_usage=include_usage, features=features)
+        headers = {"x-request-id": http.headers.get("x-request-id") or request_id} if "request_id_header" in features else {}
+        exchange = _Exchange(state, requests, answer, clock, deadline, headers)
         return await (exchange.stream() if body.get("stream") else exchange.whole(http.receive))
     except (ClientDisconnected, ClientDisconnect):
         clock.end("cancelled")
@@ -63,24 +64,37 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
 
 
 class _Exchange:
-    def __init__(self, state: ServerState, request: GenerationRequest, answer: Answer, clock: RequestClock, deadline: float | None) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        requests: Sequence[GenerationRequest],
+        answer: AnswerBody,
+        clock: RequestClock,
+        deadline: float | None,
+        headers: dict[str, str],
+    ) -> None:
         self._state = state
-        self._id = request.request_id
+        self._id = requests[0].request_id
+        self._num_choices = sum(request.sampling.n for request in requests)
         self._answer = answer
         self._clock = clock
-        self._headers = {"x-request-id": request.request_id}
+        self._headers = headers
         self._deadline = deadline
+        self._keep_alive = state.args.keep_alive_interval if "keep_alive" in state.features else 0.0
         self._reason: Outcome = "stop"
-        self._tokens = state.service.stream_async(request)
-        state.admit(request.request_id)
+        self._tokens = state.service.stream_async(*requests)
+        state.admit(self._id, self._num_choices)
 
     async def whole(self, receive: Receive) -> Response:
-        """The finished answer. Raises what generation raises, and ClientDisconnected."""
+        """The finished answer: the choices that were done at the deadline. Raises what generation raises, and ClientDisconnected."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 output = await unless_disconnected(receive, self._collect())
         except TimeoutError:
-            raise self._timeout() from None
+            finished = self._tokens.finished()
+            if finished is None:
+                raise self._timeout() from None
+            output = finished
         finally:
             await self._release()
         self._clock.end(output.finish_reason)
@@ -109,7 +123,7 @@ class _Exchange:
         """The chunks of a stream. A failure is one error event; [DONE] comes last in any case."""
         outcome: Outcome = "cancelled"
         try:
-            if opening := self._answer.opening():
+            if opening := self._answer.opening(self._num_choices):
                 yield opening
             async for chunk in self._chunks():
                 yield chunk
@@ -128,20 +142,26 @@ class _Exchange:
         yield DONE
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
-        while True:
-            try:
-                # Around the wait alone: a deadline that fell into the `yield` would cancel the sender instead.
-                async with asyncio.timeout_at(self._deadline):
-                    event = await anext(self._tokens, None)
-            except TimeoutError:
-                raise self._timeout() from None
-            if event is None:
-                return
-            self._clock.event(event)
-            if event.finish_reason is not None:
-                self._reason = event.finish_reason
-            if chunk := self._answer.chunk(event):
+        """What the events say, and a comment whenever nothing was said for a while, so that no proxy takes the connection for dead."""
+        loop = asyncio.get_running_loop()
+        silence = loop.time() + self._keep_alive if self._keep_alive else None
+        while not self._tokens.is_done:
+            events = await self._tokens.next_events(min((time for time in (self._deadline, silence) if time is not None), default=None))
+            chunk = b"".join(map(self._chunk, events))
+            now = loop.time()
+            if self._deadline is not None and now >= self._deadline and not self._tokens.is_done:
+                raise self._timeout()
+            if not chunk and silence is not None and now >= silence:
+                chunk = KEEP_ALIVE
+            if chunk:
                 yield chunk
+                silence = now + self._keep_alive if self._keep_alive else None
+
+    def _chunk(self, event: TokenEvent) -> bytes:
+        self._clock.event(event)
+        if event.finish_reason is not None:
+            self._reason = event.finish_reason
+        return self._answer.chunk(event)
 
     async def _close_stream(self) -> None:
         self._clock.end("cancelled")  # for a client that left before the first event; else it has ended

@@ -66,10 +66,14 @@ class RequestClock:
         if not count:
             return
         now = time.perf_counter()
+        gap = 0.0  # tokens that come with the first one
         if self._last is None:
             self._metrics.first_token.observe(now - self._arrival)
+            count -= 1
         else:
-            self._metrics.inter_token.observe((now - self._last) / count)
+            gap = (now - self._last) / count
+        for _ in range(count):
+            self._metrics.inter_token.observe(gap)
         self._last = now
 
     def end(self, outcome: Outcome) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pocketllm.errors import ConfigurationError
-from pocketllm.protocol.fields import summary
+from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.responses import dump, model_body
 from pocketllm.server.metrics import CONTENT_TYPE
 from pocketllm.server.state import ServerState

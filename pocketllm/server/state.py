@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pocketllm.backends.base import EngineStats, Health, LoadProgress, ProgressCallback
 from pocketllm.config import ServerArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, QueueFullError
+from pocketllm.protocol.features import features
 from pocketllm.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ServerState:
         self._load = load
         self._service: GenerationService | None = None
         self._progress = LoadProgress(0.0, "starting")
-        self._active: set[str] = set()
+        self._active: dict[str, int] = {}  # number of choices
         self._is_closing = False
 
     @property
@@ -50,6 +51,11 @@ class ServerState:
         if health.state != "ready" or self._service is None:
             raise BackendUnavailableError(health.detail)
         return self._service
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the loaded model and this server act on. Raises as `service` does."""
+        return features(self.service.capabilities, self.args.surface)
 
     @property
     def model_name(self) -> str:
@@ -87,23 +93,30 @@ class ServerState:
 
         threading.Thread(target=work, name="pocketllm-load", daemon=True).start()
 
-    def admit(self, request_id: str) -> None:
+    def admit(self, request_id: str, num_choices: int) -> None:
         """Count a request in, until `release`.
 
         Raises:
-            ConfigurationError: a request of that id is in flight.
-            QueueFullError: as many as `max_queued_requests` are in flight.
+            ConfigurationError: a request of that id is in flight, or it has more choices than are ever taken.
+            QueueFullError: it would make more choices than `max_queued_requests` in flight.
         """
+        limit, active = self.args.max_queued_requests, sum(self._active.values())
         if request_id in self._active:
             raise ConfigurationError(
                 f'"request_id" = "{request_id}" is active already: send another one, or wait until that request has ended.', param="request_id"
             )
-        if len(self._active) >= self.args.max_queued_requests:
-            raise QueueFullError(f"The queue is full: {len(self._active)} requests are in flight, and the server takes no more. Try again in a second.")
-        self._active.add(request_id)
+        if num_choices > limit:
+            raise ConfigurationError(
+                f'"n" asks for {num_choices} choices over all prompts, and this server takes {limit} at a time: send fewer, or start it with a larger '
+                "--max-queued-requests.",
+                param="n",
+            )
+        if active + num_choices > limit:
+            raise QueueFullError(f"The queue is full: {active} choices are in flight, and the server takes {limit}. Try again in a second.")
+        self._active[request_id] = num_choices
 
     def release(self, request_id: str) -> None:
-        self._active.discard(request_id)
+        self._active.pop(request_id, None)
 
     def cancel_all(self) -> int:
         """Cancel every request in flight; how many there were."""

@@ -19,6 +19,7 @@ from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError
 from pocketllm.hf_config import read_json
 from pocketllm.text.special_tokens import special_tokens
+from pocketllm.text.template_traits import adapt, find_traits
 
 
 class ChatTemplate:
@@ -35,14 +36,22 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self._variables = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, AssertionError, OverflowError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
             raise ConfigurationError(
                 f"The model's chat template is not valid Jinja{where}: {_one_line(error)}. Download the model again.", param="model"
             ) from None
+        self.traits = find_traits(self._render, tree)
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether tool definitions show in the prompt."""
+        return self.traits.renders_tools
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
@@ -50,19 +59,27 @@ class ChatTemplate:
         """The prompt for `messages`, ready to be tokenized without added special tokens.
 
         Args:
-            messages: role and content, with what else the template reads; keys that are None count as absent. They are copied, never changed.
+            messages: normalized; they are copied, never changed. What the template would drop or refuse (calls, their results, the role "developer") is
+                put into turns that it keeps.
             add_generation_prompt: end with the opening of the assistant's turn.
             tools: tool definitions in OpenAI's form.
-            options: further variables of the template, such as enable_thinking.
+            options: further variables of the template, such as enable_thinking. A reasoning_effort becomes the nearest word that the template knows.
 
         Raises:
             ConfigurationError: the template refuses the messages, or fails on them; `param` is "messages" and the message has the template's text.
         """
-        given = {**self._variables, **options}
+        if "reasoning_effort" in options:
+            effort = self.traits.efforts.get(options["reasoning_effort"], options["reasoning_effort"])
+            options = {**options, "reasoning_effort": effort} if effort is not None else {key: options[key] for key in options if key != "reasoning_effort"}
+        return self._render(adapt(messages, self.traits), add_generation_prompt=add_generation_prompt, tools=tools or None, **options)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        given = {"add_generation_prompt": True, "tools": None, **self._variables, **options}
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            variables = {name: _plain(value) for name, value in given.items()}
-            return self._template.render({**variables, "messages": _plain(chat), "tools": _plain(tools), "add_generation_prompt": add_generation_prompt})
+            text = self._template.render({**{name: _plain(value) for name, value in given.items()}, "messages": _plain(chat)})
+            text.encode()  # half of a surrogate pair, from a tool's description, is no text that a tokenizer could read
+            return text
         except _Refusal as error:
             raise ConfigurationError(f"The model's chat template refuses the messages: {_one_line(error)}", param="messages") from None
         except Exception as error:  # a template is a program from a download: whatever it raises is about its input
@@ -145,6 +162,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.filters["from_json"] = json.loads
     environment.globals.update(
         raise_exception=_raise_exception,
         strftime_now=lambda format: datetime.now().strftime(format),

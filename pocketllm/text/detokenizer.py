@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import json
-import re
 from collections.abc import Sequence
-from typing import Any
 
-from pocketllm.text.tokenizer import Tokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+from pocketllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class Detokenizer:
@@ -22,7 +17,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream: _ByteLevelStream | _GeneralStream
-        self._stream = _ByteLevelStream(tokenizer) if _is_byte_level(tokenizer) else _GeneralStream(tokenizer)
+        self._stream = _ByteLevelStream(tokenizer) if tokenizer.is_byte_level else _GeneralStream(tokenizer)
 
     def step(self, ids: Sequence[int]) -> str:
         """Text that `ids` completes; "" while a character is still missing bytes."""
@@ -37,7 +32,7 @@ class _ByteLevelStream:
     """For byte-level BPE: each token is a run of bytes, so the text is a UTF-8 stream."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, ids: Sequence[int]) -> str:
@@ -45,15 +40,6 @@ class _ByteLevelStream:
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
-
-    def _bytes(self, id_: int) -> bytes:
-        token = self._tokenizer.token(id_)
-        if token is None or self._tokenizer.is_special(id_):
-            return b""
-        try:
-            return bytes(_BYTE_OF[character] for character in token)
-        except KeyError:  # an added token, spelled as its own text
-            return token.encode("utf-8")
 
 
 class _GeneralStream:
@@ -69,7 +55,7 @@ class _GeneralStream:
 
     def step(self, ids: Sequence[int]) -> str:
         self._held += [id_ for id_ in ids if self._tokenizer.token(id_) is not None and not self._tokenizer.is_special(id_)]
-        if not self._held or _BYTE_TOKEN.fullmatch(self._tokenizer.token(self._held[-1]) or ""):
+        if not self._held or BYTE_TOKEN.fullmatch(self._tokenizer.token(self._held[-1]) or ""):
             return ""
         return self.finish()
 
@@ -80,20 +66,3 @@ class _GeneralStream:
         text = self._tokenizer.decode(self._settled + self._held)[len(before) :]
         self._settled, self._held = self._held[-1:], []
         return text
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    backend_decoder = tokenizer.backend.decoder
-    decoder: Any = {} if backend_decoder is None else json.loads(backend_decoder.__getstate__())
-    steps = decoder.get("decoders", [decoder])
-    return [step.get("type") for step in steps] == ["ByteLevel"]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte of each character that GPT-2's vocabulary spells bytes with: printable Latin-1 stands for itself, the rest for 256, 257 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

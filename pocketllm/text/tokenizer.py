@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -12,6 +16,8 @@ from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError
 from pocketllm.text.gguf_vocabulary import build_gguf_tokenizer
 from pocketllm.text.special_tokens import SpecialTokens, directory_special_tokens, gguf_special_tokens
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -28,6 +34,7 @@ class Tokenizer:
         self.kind = kind
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -83,6 +90,31 @@ class Tokenizer:
         """The vocabulary's own spelling of an id, or None outside the vocabulary."""
         return self._backend.id_to_token(id_) if 0 <= id_ < 2**32 else None
 
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether each token is a run of bytes, as in GPT-2's vocabulary, and nothing else happens when they are joined."""
+        backend_decoder = self._backend.decoder
+        decoder: Any = {} if backend_decoder is None else json.loads(backend_decoder.__getstate__())
+        return [step.get("type") for step in decoder.get("decoders", [decoder])] == ["ByteLevel"]
+
+    def token_bytes(self, id_: int) -> bytes:
+        """UTF-8 bytes that an id adds to the middle of a text; none for a control token or an id outside the vocabulary."""
+        found = self._bytes.get(id_)
+        if found is None:
+            found = self._bytes[id_] = self._spell(id_)
+        return found
+
+    def _spell(self, id_: int) -> bytes:
+        token = self.token(id_)
+        if token is None or self.is_special(id_):
+            return b""
+        if not self.is_byte_level:
+            return bytes([int(token[3:5], 16)]) if BYTE_TOKEN.fullmatch(token) else token.replace("▁", " ").encode()
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # an added token, spelled as its own text
+            return token.encode()
+
     def is_special(self, id_: int) -> bool:
         """Whether the id is a control token, which answers leave out."""
         added = self._added.get(id_)
@@ -122,3 +154,13 @@ def _load_directory(path: Path, param: str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(backend, directory_special_tokens(file.parent), file.name)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte of each character that GPT-2's vocabulary spells bytes with: printable Latin-1 stands for itself, the rest for 256, 257 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,17 +1,18 @@
-"""The engine thread: schedule, execute, sample, publish, until it is closed."""
+"""The engine thread: schedule, execute, record, publish, until it is closed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from pocketllm.backends.base import EngineRequest, EngineStats, Health, StepCallback, StepOutput
-from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError
-from pocketllm.torch_engine.model_runner import ModelRunner
-from pocketllm.torch_engine.scheduler import Row, RowUpdate, Scheduler
+from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, EngineStats, Health, StepCallback, StepOutput
+from pocketllm.errors import BackendUnavailableError, ConfigurationError
+from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class Engine:
     """One scheduler and one model runner on one thread, which begins at once; `wait_until_built` says when it takes requests.
 
     `submit`, `cancel`, `health`, `stats` and `close` may be called from any thread: they hand over to the loop or read what it left.
-    A row whose logits or whose listener fail ends alone; an exception in a step ends every row, and the engine is dead.
+    A row whose logits, constraint or listener fail ends alone; an exception in a step ends every row, and the engine is dead.
     The thread is a daemon, and Python ends such a thread in the middle of an operator, which aborts the process: whoever owns an
     engine closes it before the interpreter exits.
 
@@ -42,6 +43,7 @@ class Engine:
         self._closing = False
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
         self._scheduler: Scheduler  # set by the thread, before it is ready
+        self._masks: Masks  # likewise
         self._build: Build | None = build
         self._built: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="pocketllm-engine", daemon=True)
@@ -132,6 +134,8 @@ class Engine:
                 "of the KV cache: send less, or start the engine with a larger kv_cache_memory.",
                 param="max_tokens",
             )
+        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+            raise ConfigurationError(f'"logprobs" = {request.logprobs} is not valid: send a whole number from 0 to {MAX_LOGPROBS}.', param="logprobs")
 
     def _is_lost(self) -> bool:
         """Whether this process is a fork, which has the engine's memory and locks but not its thread."""
@@ -152,6 +156,7 @@ class Engine:
             return
         finally:
             self._build = None  # it may hold the engine's owner
+        self._masks = Masks(runner.vocab_size)
         self._health = Health("ready")
         self._built.set_result(None)
         self._run(runner)
@@ -161,18 +166,29 @@ class Engine:
             while self._await_work():
                 step = self._scheduler.schedule()
                 if step:
-                    sampled = runner.execute(step)
-                    failed = {place for place, token_id in sampled.items() if token_id is None}
-                    self._fail_rows([step[place].row for place in sorted(failed)])
-                    computed = [scheduled for place, scheduled in enumerate(step) if place not in failed]
-                    ids = [token_id for place in range(len(step)) if (token_id := sampled.get(place)) is not None]
-                    for update in self._scheduler.update(computed, ids):
-                        self._publish(update)
+                    self._record(step, runner.execute(step, self._masks))
         except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
             logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
         else:
             self._stop(Health("closed"), None)
+
+    def _record(self, step: Sequence[ScheduledRow], results: Mapping[int, Draw | BaseException]) -> None:
+        """Hand what a step gave, by place, to constraints, scheduler and listeners. A row with an error ends before the others are counted."""
+        computed: list[ScheduledRow] = []
+        draws: list[Draw] = []
+        for place, scheduled in enumerate(step):
+            result = results.get(place)
+            error = self._masks.accept(scheduled.row, result.token_id) if isinstance(result, Draw) else result
+            if error is not None:
+                self._end(scheduled.row, error)
+                continue
+            computed.append(scheduled)
+            if isinstance(result, Draw):
+                draws.append(result)
+        updates = self._scheduler.update(computed, [draw.token_id for draw in draws])
+        for update, draw in zip(updates, draws, strict=True):
+            self._publish(update, draw)
 
     def _await_work(self) -> bool:
         """Take what other threads handed over; sleep while there is nothing to do. False when the engine is to close."""
@@ -193,27 +209,28 @@ class Engine:
         row = self._scheduler.add(request)
         with self._wake:
             self._active[request.request_id] = row
+        self._masks.ask(row)
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def _cancel(self, request_id: str) -> None:
         row = self._active.get(request_id)
         if row is not None:  # else it finished in the step before
-            self._scheduler.remove(row)
-            self._emit(StepOutput(request_id, (), row.num_generated, "cancelled"))
+            self._end(row, None)
 
-    def _fail_rows(self, rows: list[Row]) -> None:
-        for row in rows:
-            self._scheduler.remove(row)
-            error = PocketLLMError("The model computed values that are not finite, so no token can be drawn from them.")
-            self._emit(StepOutput(row.request.request_id, (), row.num_generated, "error", error=error))
+    def _end(self, row: Row, error: BaseException | None) -> None:
+        """Take a row out between two steps: it failed with `error`, or was cancelled."""
+        self._scheduler.remove(row)
+        self._masks.drop(row)
+        self._emit(StepOutput(row.request.request_id, (), row.num_generated, "cancelled" if error is None else "error", error=error))
 
-    def _publish(self, update: RowUpdate) -> None:
+    def _publish(self, update: RowUpdate, draw: Draw) -> None:
         row = update.row
         self._generated_tokens += 1
         cached = row.cached_tokens or 0
         if update.num_generated == 1:
             self._cached_tokens += cached
-        self._emit(StepOutput(row.request.request_id, update.token_ids, update.num_generated, update.finish_reason, cached))
+        request_id = row.request.request_id
+        self._emit(StepOutput(request_id, update.token_ids, update.num_generated, update.finish_reason, cached, logprobs=draw.logprobs))
 
     def _emit(self, output: StepOutput) -> None:
         with self._wake:
@@ -228,6 +245,7 @@ class Engine:
 
     def _stop(self, health: Health, error: BaseException | None) -> None:
         """End every request and refuse new ones."""
+        self._masks.close()
         try:
             for row in list(self._scheduler.rows()):
                 self._scheduler.remove(row)

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from pocketllm.backends.base import TokenLogprobs
+from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.logprobs import rank
+from pocketllm.torch_engine.masks import Masks, Words
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.sampler import sample
-from pocketllm.torch_engine.scheduler import ScheduledRow
+from pocketllm.torch_engine.scheduler import Row, ScheduledRow
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The id that a row drew, and its log probabilities where the row asked for them and the id is not one that ends it."""
+
+    token_id: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ModelRunner:
@@ -29,29 +42,53 @@ class ModelRunner:
         self.cache = cache
         self.block_size = block_size
         self.num_threads = num_threads
+        self.vocab_size = model.config.vocab_size
 
     @torch.inference_mode()
-    def execute(self, step: Sequence[ScheduledRow]) -> dict[int, int | None]:
-        """Compute one step.
+    def execute(self, step: Sequence[ScheduledRow], masks: Masks) -> dict[int, Draw | BaseException]:
+        """Compute one step. Masks are waited for only once the logits are there.
 
         Returns:
-            By place in `step`: the sampled id of each row that samples, and None for each row whose values were not finite, sampling or not.
+            By place in `step`: what each row that samples drew, or why it could not; the latter also for a row that computed values which
+            are not finite without sampling.
         """
         batch = build_batch(step, self.block_size, self.cache.dtype)
         # A native step has its own threads; OpenMP's, which spin for milliseconds after each operator, would take their cores.
         self._use_threads(1 if self.model.is_native(batch, self.cache) and not batch.prefills else self.num_threads)
         hidden = self.model.forward(batch, self.cache)
         places = {id(scheduled): place for place, scheduled in enumerate(step)}
-        sampled: dict[int, int | None] = {}
+        results: dict[int, Draw | BaseException] = {}
         if batch.sampling:
-            logits = self.model.logits(hidden[batch.sample_index])
-            requests = [scheduled.row.request for scheduled in batch.sampling]
-            ids = sample(logits, requests, [scheduled.row.num_generated for scheduled in batch.sampling])
-            sampled = {places[id(scheduled)]: token_id for scheduled, token_id in zip(batch.sampling, ids, strict=True)}
+            drawn = self._draw(self.model.logits(hidden[batch.sample_index]), [scheduled.row for scheduled in batch.sampling], masks)
+            results = {places[id(scheduled)]: result for scheduled, result in zip(batch.sampling, drawn, strict=True)}
         if not math.isfinite(float(hidden.sum())):
             for scheduled in self._clear_broken(batch, hidden):
-                sampled[places[id(scheduled)]] = None
-        return sampled
+                results[places[id(scheduled)]] = _not_finite()
+        return results
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[Draw | BaseException]:
+        """One result a row of `logits` [num_rows, vocab_size]."""
+        words: dict[int, Words] = {}
+        errors: dict[int, BaseException] = {}
+        for place, row in enumerate(rows):
+            if row.request.constraint is not None:
+                mask = masks.take(row)
+                if isinstance(mask, BaseException):
+                    errors[place] = mask
+                else:
+                    words[place] = mask
+        results: list[Draw | BaseException] = []
+        for place, token_id in enumerate(sample(logits, [row.request for row in rows], [row.num_generated for row in rows], words)):
+            request = rows[place].request
+            if place in errors:
+                results.append(errors[place])
+            elif token_id is None:
+                results.append(_nothing_allowed() if place in words and math.isfinite(logits[place].max()) else _not_finite())
+            elif request.logprobs is None or token_id in request.eos_token_ids:
+                results.append(Draw(token_id))
+            else:
+                results.append(Draw(token_id, (rank(logits[place], token_id, request.logprobs),)))
+        return results
 
     def _use_threads(self, count: int) -> None:
         if torch.get_num_threads() != count:
@@ -64,3 +101,11 @@ class ModelRunner:
         counts = torch.tensor([scheduled.num_tokens for scheduled in batch.rows])
         rows = torch.arange(len(batch.rows)).repeat_interleave(counts)  # [num_tokens]
         return [batch.rows[row] for row in sorted(set(rows[broken].tolist()))]
+
+
+def _not_finite() -> PocketLLMError:
+    return PocketLLMError("The model computed values that are not finite, so no token can be drawn from them.")
+
+
+def _nothing_allowed() -> PocketLLMError:
+    return PocketLLMError("The constraint on this answer allows no token here, so it can be neither continued nor ended.")

@@ -5,14 +5,20 @@ A row's n-th draw depends on its seed and n alone, so neither the rest of the ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pocketllm.backends.base import EngineRequest
 
+_NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
 _NUCLEUS_GUESS = 256  # a nucleus is rarely larger; taking so many largest logits spares a full sort
+
+# What a byte of a mask adds to eight logits, [256, 8]: 0 where its bit is set, else minus infinity. Copying rows of it is far faster than where().
+_BYTE_BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(np.float32)
 
 
 def uniform(seed: int, draw: int) -> float:
@@ -20,13 +26,16 @@ def uniform(seed: int, draw: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=[draw, 0, 0, 0])).random())
 
 
-def sample(logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int]) -> list[int | None]:
-    """One id a row, or None for a row whose logits are not finite.
+def sample(
+    logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS
+) -> list[int | None]:
+    """One id a row, or None for a row whose logits are not finite, or not where its mask allows an id.
 
     Args:
-        logits: [num_rows, vocab_size] float32.
+        logits: [num_rows, vocab_size] float32; they are left as they are.
         requests: the rows' requests, for their sampling.
         draws: how many tokens each row has drawn before.
+        masks: by row, words of bits as `TokenConstraint.fill` writes them: ids whose bit is not set can't be drawn.
     """
     best, greedy_ids = logits.max(dim=-1)  # a NaN anywhere in a row is that row's maximum
     finite = torch.isfinite(best).tolist()
@@ -34,9 +43,23 @@ def sample(logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Seque
     for row, request in enumerate(requests):
         if not finite[row]:
             ids[row] = None
-        elif request.temperature > 0 and request.top_k != 1:  # which of two equal logits topk takes is not defined: here it is the first
-            ids[row] = _draw(logits[row].double() - best[row], request, uniform(request.seed, draws[row]))
+            continue
+        is_greedy = request.temperature == 0 or request.top_k == 1  # which of two equal logits topk takes is not defined: here it is the first
+        if is_greedy and row not in masks:
+            continue
+        own, largest = logits[row], best[row]
+        if row in masks:
+            own = own + _bias(masks[row], own.shape[0])
+            largest, greedy_id = own.max(dim=-1)
+            ids[row] = int(greedy_id) if math.isfinite(largest) else None
+        if not is_greedy and ids[row] is not None:
+            ids[row] = _draw(own.double() - largest, request, uniform(request.seed, draws[row]))
     return ids
+
+
+def _bias(words: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
+    """[vocab_size] float32: 0 where the id's bit is set, else minus infinity."""
+    return torch.from_numpy(_BYTE_BIAS.take(words.astype("<u4", copy=False).view(np.uint8), axis=0)).view(-1)[:vocab_size]
 
 
 def _draw(logits: torch.Tensor, request: EngineRequest, u: float) -> int:
@@ -62,6 +85,8 @@ def _draw(logits: torch.Tensor, request: EngineRequest, u: float) -> int:
     size = probs.shape[0]
     if request.top_p < 1:
         size = min(size, int(torch.searchsorted(cumulative, request.top_p)) + 1)  # the id that crosses top_p is kept
-    mass = cumulative[size - 1]
-    index = min(int(torch.searchsorted(cumulative[:size], u * mass, right=True)), size - 1)
+    mass = float(cumulative[size - 1])
+    # Below the whole mass even where the product rounds up to it: behind the id that completes it lie ids that can't be drawn.
+    target = min(u * mass, math.nextafter(mass, 0))
+    index = int(torch.searchsorted(cumulative[:size], target, right=True))
     return index if ids is None else int(ids[index])

@@ -28,6 +28,7 @@ class Row:
         block_table: blocks that hold the row's KV, in order.
         block_hashes: prefix digests of the row's full computed blocks.
         cached_tokens: prompt tokens found in the prefix cache when the row first started.
+        is_complete: nothing may follow the token that the row has just drawn.
     """
 
     request: EngineRequest
@@ -36,6 +37,7 @@ class Row:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cached_tokens: int | None = None
+    is_complete: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -144,7 +146,7 @@ class Scheduler:
             token_id = next(ids)
             row.token_ids.append(token_id)
             is_eos = token_id in row.request.eos_token_ids
-            finish: RowFinish | None = "stop" if is_eos else "length" if row.num_generated >= row.request.max_tokens else None
+            finish: RowFinish | None = "stop" if is_eos or row.is_complete else "length" if row.num_generated >= row.request.max_tokens else None
             updates.append(RowUpdate(row, () if is_eos else (token_id,), row.num_generated, finish))
             if finish is not None:
                 self.remove(row)

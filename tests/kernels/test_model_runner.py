@@ -12,7 +12,8 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.attention import KVCache
-from pocketllm.torch_engine.model_runner import ModelRunner
+from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.model_runner import Draw, ModelRunner
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.scheduler import Scheduler
 
@@ -27,6 +28,7 @@ class Plane:
             model = Llama(open_checkpoint(directory), torch.float32, 64, lambda done: None)
         cache = KVCache(CONFIG["num_hidden_layers"], num_blocks, BLOCK_SIZE, CONFIG["num_key_value_heads"], CONFIG["head_dim"], torch.float32)
         self.runner = ModelRunner(model, cache, BLOCK_SIZE, 1)
+        self.masks = Masks(CONFIG["vocab_size"])
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), 8, chunk)
         self.failed: list[str] = []
         self.answers: dict[str, list[int]] = {}
@@ -36,13 +38,13 @@ class Plane:
 
     def step(self) -> None:
         step = self.scheduler.schedule()
-        sampled = self.runner.execute(step)
-        failed = [place for place, token_id in sampled.items() if token_id is None]
+        results = self.runner.execute(step, self.masks)
+        failed = [place for place, result in results.items() if isinstance(result, BaseException)]
         for place in failed:
             self.scheduler.remove(step[place].row)
             self.failed.append(step[place].row.request.request_id)
         healthy = [one for place, one in enumerate(step) if place not in failed]
-        ids = [token_id for place in range(len(step)) if (token_id := sampled.get(place)) is not None]
+        ids = [result.token_id for place in range(len(step)) if isinstance(result := results.get(place), Draw)]
         for update in self.scheduler.update(healthy, ids):
             self.answers.setdefault(update.row.request.request_id, []).extend(update.token_ids)
         self.scheduler.check_integrity()

@@ -58,6 +58,7 @@ def test_answer_has_openais_shape() -> None:
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from pocketllm.active_request import Prepared
+from pocketllm.answer_reader import AnswerReader
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.config import EngineArgs
 from pocketllm.errors import (
@@ -26,10 +28,12 @@ from pocketllm.llm import build_requests
 from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import SamplingParams
-from pocketllm.token_stream import _Answer
-from tests.fake_serving import fake, make_service
+from pocketllm.text.answer import Reading
+from pocketllm.token_stream import INLINE_CHARACTERS
+from tests.fake_serving import byte_tokenizer, fake, make_service
 
 Open = Callable[..., GenerationService]
+LONG = "x" * (INLINE_CHARACTERS + 1)  # prepared on a thread
 
 
 @pytest.fixture
@@ -73,13 +77,11 @@ def test_async_stream_equals_the_blocking_one(open_service: Open) -> None:
 
     async def run() -> list[str]:
         stream = service.stream_async(request())
-        assert stream.prompt_tokens == 0
         texts = [event.text async for event in stream]
-        assert stream.prompt_tokens == 5
         assert [event async for event in stream] == []
         return texts
 
-    assert asyncio.run(run()) == [event.text for event in service.stream(request())]
+    assert "".join(asyncio.run(run())) == service.stream(request()).result().text
 
 
 def test_incomplete_character_is_held_back_and_then_replaced(open_service: Open) -> None:
@@ -90,10 +92,10 @@ def test_incomplete_character_is_held_back_and_then_replaced(open_service: Open)
 
 @pytest.mark.parametrize("close", [False, True])
 def test_cancel_while_the_prompt_is_still_being_read(open_service: Open, monkeypatch: pytest.MonkeyPatch, close: bool) -> None:
-    service = open_service()
+    service = open_service(context_length=2 * INLINE_CHARACTERS)
     prepare, started, go_on = service.prepare, threading.Event(), threading.Event()
 
-    def slow(asked: GenerationRequest) -> EngineRequest:
+    def slow(asked: Sequence[GenerationRequest]) -> Prepared:
         started.set()
         assert go_on.wait(10)
         return prepare(asked)
@@ -101,7 +103,7 @@ def test_cancel_while_the_prompt_is_still_being_read(open_service: Open, monkeyp
     monkeypatch.setattr(service, "prepare", slow)
 
     async def run() -> None:
-        stream = service.stream_async(request())
+        stream = service.stream_async(request(LONG))
         reader = asyncio.ensure_future(stream.result())
         await asyncio.to_thread(started.wait, 10)
         if close:
@@ -130,20 +132,18 @@ def test_leaving_an_async_loop_cancels(open_service: Open) -> None:
     asyncio.run(run())
 
 
-def test_a_failure_in_the_engine_is_one_line(open_service: Open) -> None:
-    service = open_service()
-    answer = _Answer(service.prepare(request()), service.tokenizer)
-    for error, line in ((RuntimeError("bad shape\nframe #0: f() + 0x1"), "bad shape"), (RuntimeError(), "RuntimeError")):
-        with pytest.raises(PocketLLMError) as caught:
-            answer.event(StepOutput("a", (), 0, "error", error=error))
-        assert str(caught.value) == f"Request a failed in the engine: {line}"
+@pytest.mark.parametrize(("error", "line"), [(RuntimeError("bad shape\nframe #0: f() + 0x1"), "bad shape"), (RuntimeError(), "RuntimeError")])
+def test_a_failure_in_the_engine_is_one_line(error: Exception, line: str) -> None:
+    reader = AnswerReader(Prepared("a", (EngineRequest("a", (1,), 1),), 1, Reading(byte_tokenizer())), lambda _index: None)
+    reader.read([(0, StepOutput("a", (), 0, "error", error=error))])
+    assert str(reader.failure) == f"Request a failed in the engine: {line}"
 
 
 def test_a_default_budget_refuses_nobody(open_service: Open) -> None:
     service = open_service(context_length=20)
     for default, budget in ((None, 15), (6, 6), (600, 15)):
-        assert service.prepare(GenerationRequest("Hello", SamplingParams(), "a", default)).max_tokens == budget
-    assert service.prepare(GenerationRequest("Hello", SamplingParams(max_tokens=9), "a", 3)).max_tokens == 9
+        assert service.prepare([GenerationRequest("Hello", SamplingParams(), "a", default)]).rows[0].max_tokens == budget
+    assert service.prepare([GenerationRequest("Hello", SamplingParams(max_tokens=9), "a", 3)]).rows[0].max_tokens == 9
 
 
 def test_cancel_from_outside(open_service: Open) -> None:
@@ -220,10 +220,10 @@ def test_closing_a_stream_that_has_ended_spares_the_next_request_of_its_id(open_
 
 
 def test_closing_while_the_prompt_is_prepared_submits_nothing(open_service: Open) -> None:
-    service = open_service(tokens_per_second=100)
+    service = open_service(tokens_per_second=100, context_length=2 * INLINE_CHARACTERS)
 
     async def run() -> None:
-        stream = service.stream_async(request(max_tokens=500))
+        stream = service.stream_async(request(LONG, max_tokens=500))
         starting = asyncio.ensure_future(stream.start())
         await asyncio.sleep(0)
         await stream.aclose()
@@ -303,22 +303,22 @@ def test_more_requests_than_slots_all_finish(open_service: Open) -> None:
 @pytest.mark.parametrize("prompt", ["", (), (256,), (-1,), (True,)])
 def test_prompts_that_are_none(open_service: Open, prompt: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        open_service().prepare(request(prompt))
+        open_service().prepare([request(prompt)])
     assert caught.value.param == "prompt"
 
 
 def test_budget_and_context(open_service: Open) -> None:
     service = open_service(context_length=10)
-    assert service.prepare(request(max_tokens=5)).max_tokens == 5
-    assert service.prepare(request(max_tokens=None)).max_tokens == 5
+    assert service.prepare([request(max_tokens=5)]).rows[0].max_tokens == 5
+    assert service.prepare([request(max_tokens=None)]).rows[0].max_tokens == 5
     with pytest.raises(ContextLengthExceededError, match=r"maximum context length is 10 tokens, and you asked for 11 \(5 in the prompt, 6 for the answer\)"):
-        service.prepare(request(max_tokens=6))
+        service.prepare([request(max_tokens=6)])
     with pytest.raises(ContextLengthExceededError, match="leaves no room"):
-        service.prepare(request("0123456789", max_tokens=None))
+        service.prepare([request("0123456789", max_tokens=None)])
 
 
 def test_defaults_are_resolved(open_service: Open) -> None:
-    prepared = open_service().prepare(request(temperature=None, top_k=-1))
+    prepared = open_service().prepare([request(temperature=None, top_k=-1)]).rows[0]
     assert (prepared.temperature, prepared.top_p, prepared.top_k) == (1.0, 1.0, 0)
 
 
@@ -339,9 +339,9 @@ def test_seeds(open_service: Open) -> None:
 def test_chat_goes_through_the_template_and_falls_back_to_role_content(open_service: Open) -> None:
     service = open_service()
     chat = build_chat_request([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1))
-    assert bytes(service.prepare(chat).prompt_token_ids) == b"<user>Hi\n<assistant>"
+    assert bytes(service.prepare([chat]).rows[0].prompt_token_ids) == b"<user>Hi\n<assistant>"
     service.chat_template = None
-    assert bytes(service.prepare(chat).prompt_token_ids) == b"user: Hi\nassistant:"
+    assert bytes(service.prepare([chat]).rows[0].prompt_token_ids) == b"user: Hi\nassistant:"
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_other_prompt_shapes_are_refused(prompts: Any) -> None:
 @pytest.mark.parametrize("params", [{"max_tokens": 5}, [{"max_tokens": 5}], 5, "ab"])
 def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
-        build_requests("Hi", params, None)
+        build_requests("Hi", params, None, frozenset())
     assert caught.value.param == "sampling_params"
 
 

@@ -8,19 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-from fake_model import FakeModel
+from fake_model import VOCAB_SIZE, FakeModel
 
-from pocketllm.backends.base import EngineRequest, StepOutput
+from pocketllm.backends.base import EngineRequest, StepOutput, TokenConstraint, TokenLogprobs
+from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.engine import Engine
-from pocketllm.torch_engine.model_runner import ModelRunner
-from pocketllm.torch_engine.scheduler import ScheduledRow, Scheduler
+from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.scheduler import Row, ScheduledRow, Scheduler
 
 WAIT = 20.0
 
 
 class GatedModel(FakeModel):
-    """A fake model that computes a step only once `gate` is set, so that a test can act between steps."""
+    """A fake model as a runner, which computes a step only once `gate` is set, so that a test can act between steps."""
+
+    vocab_size = VOCAB_SIZE
 
     def __init__(self, num_blocks: int, block_size: int, **options: int | None) -> None:
         super().__init__(num_blocks, block_size, **options)
@@ -28,10 +32,24 @@ class GatedModel(FakeModel):
         self.entered = threading.Event()
         self.gate.set()
 
-    def execute(self, step: Sequence[ScheduledRow]) -> dict[int, int | None]:
+    def execute(self, step: Sequence[ScheduledRow], masks: Masks) -> dict[int, Draw | BaseException]:
         self.entered.set()
         assert self.gate.wait(WAIT)
-        return super().execute(step)
+        return {place: self._result(step[place].row, token_id, masks) for place, token_id in self.compute(step).items()}
+
+    def _result(self, row: Row, token_id: int | None, masks: Masks) -> Draw | BaseException:
+        """What `row` gets that would draw `token_id`: under a constraint the next allowed id, counted from it in a circle."""
+        if row.request.constraint is not None:
+            words = masks.take(row)
+            if isinstance(words, BaseException):
+                return words
+            if token_id is not None:
+                ids = [(token_id + step) % VOCAB_SIZE for step in range(VOCAB_SIZE)]
+                token_id = next((other for other in ids if words[other // 32] >> (other % 32) & 1), None)
+        if token_id is None:
+            return PocketLLMError("not finite, or nothing allowed")
+        logprobs = () if row.request.logprobs is None or token_id in row.request.eos_token_ids else (TokenLogprobs(-float(token_id)),)
+        return Draw(token_id, logprobs)
 
 
 class Answer:
@@ -82,8 +100,16 @@ def running(**options: int | None) -> Iterator[Setup]:
         setup.engine.close()
 
 
-def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, eos: frozenset[int] = frozenset()) -> EngineRequest:
-    return EngineRequest(name, tuple(prompt), max_tokens, eos_token_ids=eos)
+def request(
+    name: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 4,
+    eos: frozenset[int] = frozenset(),
+    *,
+    logprobs: int | None = None,
+    constraint: TokenConstraint | None = None,
+) -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), max_tokens, eos_token_ids=eos, logprobs=logprobs, constraint=constraint)
 
 
 def eventually(holds: object) -> None:

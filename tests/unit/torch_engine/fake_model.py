@@ -16,7 +16,7 @@ VOCAB_SIZE = 11
 
 
 class FakeModel:
-    """Has ModelRunner's `execute`. `nan_token`: a row that computes this id has no finite logits; `fail_at_step`: that step raises."""
+    """`nan_token`: a row that computes this id has no finite logits; `fail_at_step`: that step raises."""
 
     def __init__(self, num_blocks: int, block_size: int, *, nan_token: int | None = None, fail_at_step: int | None = None) -> None:
         self.block_size = block_size
@@ -26,7 +26,7 @@ class FakeModel:
         self.num_computed = 0
         self._values: list[int | None] = [None] * (num_blocks * block_size)
 
-    def execute(self, step: Sequence[ScheduledRow]) -> dict[int, int | None]:
+    def compute(self, step: Sequence[ScheduledRow]) -> dict[int, int | None]:
         """Compute `step`. Returns the sampled id of each row that samples, by its place, or None."""
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:

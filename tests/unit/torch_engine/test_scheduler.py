@@ -36,7 +36,7 @@ class Driver:
         scheduled = self.scheduler.schedule()
         self.scheduler.check_integrity()
         names = [(one.row.request.request_id, one.num_tokens) for one in scheduled]
-        sampled = self.model.execute(scheduled)
+        sampled = self.model.compute(scheduled)
         self.updates = self.scheduler.update(scheduled, [token_id for token_id in sampled.values() if token_id is not None])
         self.scheduler.check_integrity()
         for update in self.updates:

@@ -72,7 +72,7 @@ def test_every_row_ends_with_the_ids_that_it_has_alone(
         assert len({id(scheduled.row) for scheduled in step}) == len(step), "a row is scheduled twice"
         prompt_tokens = sum(scheduled.num_tokens for scheduled in step if scheduled.row.num_pending_tokens > 1)
         assert not chunk or prompt_tokens <= chunk, "more prompt tokens than the budget"
-        sampled = model.execute(step)
+        sampled = model.compute(step)
         for update in scheduler.update(step, [token_id for token_id in sampled.values() if token_id is not None]):
             name = update.row.request.request_id
             assert name not in reasons, "something follows a finish"

@@ -1,0 +1,143 @@
+"""From the steps of an engine to the events and the finished answer of one request, all its choices together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pocketllm.active_request import Prepared, cancelled
+from pocketllm.backends.base import StepOutput, TokenLogprobs
+from pocketllm.errors import PocketLLMError, RequestCancelledError
+from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, ToolCall, ToolCallDelta, Usage
+from pocketllm.text.answer import Answer
+
+Item = tuple[int, StepOutput]  # of which choice
+
+
+class _Choice:
+    """One choice: its answer so far, and how it ended."""
+
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.index = index
+        self.answer = answer
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.token_ids: list[int] = []
+        self.calls: tuple[ToolCall, ...] = ()
+        self.finish_reason: FinishReason | None = None
+        self.num_generated = 0
+        self.cached_tokens = 0
+        self.has_ended = False  # with a finish_reason, or in failure
+
+    def output(self) -> ChoiceOutput:
+        assert self.finish_reason is not None
+        reasoning = "".join(self.reasoning) if self.answer.has_reasoning else None
+        return ChoiceOutput(self.index, "".join(self.text), tuple(self.token_ids), self.finish_reason, reasoning, self.calls, self.answer.logprobs())
+
+
+class AnswerReader:
+    """Makes events and the finished output of the steps of all choices.
+
+    Args:
+        prepared: the request.
+        cancel_row: ends a row in the engine, whose answer a stop sequence has ended.
+    """
+
+    def __init__(self, prepared: Prepared, cancel_row: Callable[[int], None]) -> None:
+        self.prepared = prepared
+        self.failure: PocketLLMError | None = None
+        self._cancel_row = cancel_row
+        self._choices = [_Choice(index, Answer(prepared.reading)) for index in range(len(prepared.rows))]
+        self._left = len(self._choices)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice has ended."""
+        return self._left == 0
+
+    def read(self, items: Sequence[Item]) -> list[TokenEvent]:
+        """What `items` say, one event a choice: steps that have waited are read as one."""
+        if len(items) == 1:
+            index, step = items[0]
+            return self._event(self._choices[index], (step,))
+        steps: dict[int, list[StepOutput]] = {}
+        for index, step in items:
+            steps.setdefault(index, []).append(step)
+        return [event for index, found in steps.items() for event in self._event(self._choices[index], found)]
+
+    def output(self) -> GenerationOutput:
+        """The choices that have finished.
+
+        Raises:
+            The first failure, where no choice has finished or the request was cancelled.
+        """
+        finished = [choice.output() for choice in self._choices if choice.finish_reason is not None]
+        if not finished or isinstance(self.failure, RequestCancelledError):
+            raise self.failure or unfinished(self.prepared.request_id)
+        return GenerationOutput(self.prepared.request_id, tuple(finished), self.usage())
+
+    def usage(self) -> Usage:
+        """Token counts of all choices so far."""
+        choices = self._choices
+        return Usage(
+            self.prepared.prompt_tokens,
+            sum(choice.num_generated for choice in choices),
+            sum(choice.cached_tokens for choice in choices[:: self.prepared.rows_per_prompt]),
+            sum(choice.answer.reasoning_tokens for choice in choices),
+        )
+
+    def _event(self, choice: _Choice, steps: Sequence[StepOutput]) -> list[TokenEvent]:
+        if choice.has_ended:
+            return []
+        last, answer = steps[-1], choice.answer
+        choice.num_generated = last.num_generated
+        choice.cached_tokens = max(choice.cached_tokens, *(step.cached_tokens for step in steps)) if len(steps) > 1 else last.cached_tokens
+        token_ids = last.token_ids if len(steps) == 1 else tuple(token_id for step in steps for token_id in step.token_ids)
+        text = reasoning = ""
+        if not answer.is_stopped and token_ids:
+            logprobs: Sequence[TokenLogprobs] = [ranks for step in steps for ranks in step.logprobs] if last.logprobs or len(steps) > 1 else ()
+            piece = answer.feed(token_ids, logprobs)
+            text, reasoning = piece.text, piece.reasoning
+            if answer.is_stopped and last.finish_reason is None:
+                self._cancel_row(choice.index)  # its last step then says how many tokens were generated
+        choice.token_ids += token_ids
+        calls: tuple[ToolCallDelta, ...] = ()
+        usage = None
+        if last.finish_reason is not None:
+            choice.has_ended = True
+            self._left -= 1
+            if (failure := self._failure(last, answer)) is not None:
+                self.failure = self.failure or failure
+            else:
+                piece = answer.finish()
+                text += piece.text
+                reasoning += piece.reasoning
+                choice.calls = piece.calls
+                calls = _deltas(piece.calls)
+                choice.finish_reason = "tool_calls" if piece.calls else "length" if last.finish_reason == "length" and not answer.is_stopped else "stop"
+            if self._left == 0 and self.failure is None:
+                usage = self.usage()
+        choice.text.append(text)
+        choice.reasoning.append(reasoning)
+        return [TokenEvent(last.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls)]
+
+    def _failure(self, step: StepOutput, answer: Answer) -> PocketLLMError | None:
+        if step.finish_reason == "cancelled":
+            return None if answer.is_stopped else cancelled(self.prepared.request_id)
+        if step.finish_reason != "error":
+            return None
+        if isinstance(step.error, PocketLLMError):
+            return step.error
+        reason = next(iter(str(step.error).splitlines()), type(step.error).__name__)  # torch adds lines of stack to its own
+        failure = PocketLLMError(f"Request {self.prepared.request_id} failed in the engine: {reason}")
+        failure.__cause__ = step.error
+        return failure
+
+
+def _deltas(calls: Sequence[ToolCall]) -> tuple[ToolCallDelta, ...]:
+    """A finished answer's calls as a stream has them. They come at its end, since any of what follows a call may undo it."""
+    return tuple(delta for index, call in enumerate(calls) for delta in (ToolCallDelta(index, "", call.id, call.name), ToolCallDelta(index, call.arguments)))
+
+
+def unfinished(request_id: str) -> RequestCancelledError:
+    """The error of a request whose answer is asked for and has no end."""
+    return RequestCancelledError(f"Request {request_id} was closed, or had failed, before its answer was finished.")

@@ -1,0 +1,287 @@
+"""Grammars of answers, and the token masks that hold a row to one.
+
+A grammar is text in llguidance's dialect of Lark. A `GrammarCompiler` knows the vocabulary of one checkpoint; a constraint is one
+row's place in one grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pocketllm.backends.base import TokenConstraint
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.protocol.response_format import answer_schema
+from pocketllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Between the parts of a JSON text a model may write nothing, a space, or a line break with an indent, so that both the compact and
+# the indented style are open to it, and it can't write white space for ever.
+WHITESPACE = r" |\n {0,24}"
+
+_CACHED_GRAMMARS = 64
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 30_000,
+    "max_items_in_row": 2_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+def response_format_grammar(response_format: Mapping[str, Any], *, leading_newlines: bool = False) -> str:
+    """The grammar of an answer in `response_format`, whose type is "json_object" or "json_schema".
+
+    Args:
+        response_format: as the request has it.
+        leading_newlines: whether up to two line breaks may come first, as reasoning models write after their reasoning.
+
+    Raises:
+        ConfigurationError, UnsupportedFeatureError: as `check_response_format` does.
+    """
+    schema = answer_schema(response_format)
+    if schema is None:
+        raise ValueError("free text has no grammar")
+    lead = "lines? " if leading_newlines else ""
+    return f"start: {lead}answer\nanswer: {json_rule(schema)}\n" + ("lines: /\\n{1,2}/\n" if leading_newlines else "")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The body of a Lark rule for the JSON texts of `schema`, which `enforceable_schema` has written."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+class GrammarCompiler:
+    """Compiles grammars over one vocabulary. Safe to use from several threads.
+
+    Args:
+        tokenizer: of the checkpoint.
+        vocab_size: of the model, which may be padded beyond the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._limits: LLParserLimits | None = None
+        self._stop_id = 0
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Build what depends on the vocabulary alone, unless it is built: seconds for a large one, during which no other Python thread runs.
+
+        Raises:
+            UnsupportedFeatureError: the tokenizer is of a kind whose tokens can't be told as bytes.
+        """
+        with self._lock:
+            self._prepared()
+
+    def constraint(self, grammar: str, eos_token_ids: frozenset[int], *, param: str) -> TokenConstraint:
+        """A constraint at the start of `grammar`.
+
+        Args:
+            grammar: in llguidance's Lark or JSON form.
+            eos_token_ids: ids that end the row; allowed wherever the grammar may end, and nowhere else.
+            param: request field to name in errors.
+
+        Raises:
+            ConfigurationError: the grammar needs more work than the limits allow, or no text satisfies it.
+            UnsupportedFeatureError: as `prepare` does, or the grammar asks for what llguidance can't enforce.
+        """
+        with self._lock:
+            vocabulary = self._prepared()
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+                matcher = matcher.deep_copy()
+        if matcher is None:
+            matcher = self._compile(vocabulary, grammar, param)
+        return _GrammarConstraint(matcher, self._vocab_size, self._stop_id, eos_token_ids, param)
+
+    def _compile(self, vocabulary: LLTokenizer, grammar: str, param: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)  # other threads run meanwhile
+        if matcher.is_error():
+            raise _compile_error(matcher.get_error(), param)
+        first = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        _GrammarConstraint(matcher.deep_copy(), self._vocab_size, self._stop_id, frozenset(), param).fill(first)
+        with self._lock:
+            self._compiled[grammar] = matcher.deep_copy()
+            while len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _prepared(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            from llguidance import LLParserLimits, LLTokenizer
+
+            tokens, special = _spelled(self._tokenizer, self._vocab_size)
+            # One id stands for every end: which ids end a row is the request's matter, and a vocabulary is expensive to build.
+            self._stop_id = _stop_id(self._tokenizer, special, self._vocab_size)
+            self._limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+            self._vocabulary = LLTokenizer(_Vocabulary(self._tokenizer, tokens, special, self._stop_id), n_vocab=self._vocab_size)  # type: ignore[arg-type]
+        return self._vocabulary
+
+
+def _spelled(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes], list[int]]:
+    """What each id stands for, and which ids are control tokens. An added token that is none, such as Qwen's `<tool_call>`, is text like any other."""
+    if not tokenizer.is_byte_level and tokenizer.backend.token_to_id("<0x00>") is None:
+        raise UnsupportedFeatureError(
+            f"The tokens of {tokenizer.kind} can't be told as bytes, so answers can't be held to a grammar: use a byte-level tokenizer."
+        )
+    special = [id_ for id_ in range(vocab_size) if tokenizer.is_special(id_)]
+    tokens = [tokenizer.token_bytes(id_) for id_ in range(vocab_size)]
+    for id_ in special:
+        tokens[id_] = (tokenizer.token(id_) or "").encode()
+    return tokens, special
+
+
+def _stop_id(tokenizer: Tokenizer, special: list[int], vocab_size: int) -> int:
+    id_ = None if tokenizer.eos_token is None else tokenizer.backend.token_to_id(tokenizer.eos_token)
+    if id_ is not None and id_ < vocab_size:
+        return id_
+    return special[0] if special else vocab_size - 1
+
+
+class _Vocabulary:
+    """A vocabulary in the shape that LLTokenizer reads: bytes by id, and a way to split text into ids."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special: list[int], eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+class _GrammarConstraint:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, stop_id: int, eos_token_ids: frozenset[int], param: str) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab_size // 32)
+        self._stop = _bit(stop_id)
+        self._eos = [_bit(id_) for id_ in eos_token_ids if id_ < vocab_size]
+        self._param = param
+        self._is_complete = False
+
+    def fill(self, mask: npt.NDArray[np.uint32]) -> None:
+        row = mask if mask.flags.c_contiguous else np.empty(mask.shape, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
+        if self._matcher.is_error():
+            raise _step_error(self._matcher.get_error(), self._param)
+        row[self._words :] = 0
+        word, bit = self._stop
+        may_end = bool(row[word] & bit)
+        row[word] &= ~bit
+        for word, bit in self._eos:
+            row[word] = row[word] | bit if may_end else row[word] & ~bit
+        if row is not mask:
+            mask[:] = row
+
+    def accept(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise _step_error(self._matcher.get_error(), self._param)
+        self._is_complete = self._matcher.is_stopped()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_complete
+
+
+class AfterReasoning:
+    """A constraint that begins where the reasoning ends.
+
+    While reasoning is open everything may come but an end of the row. Before it is open, it may be opened, or the answer begins at once.
+
+    Args:
+        inner: holds the answer.
+        start_id: opens reasoning; None where only the prompt does.
+        end_id: ends it.
+        eos_token_ids: ids that end the row.
+        is_open: whether the prompt has left reasoning open.
+    """
+
+    def __init__(self, inner: TokenConstraint, start_id: int | None, end_id: int, eos_token_ids: frozenset[int], *, is_open: bool) -> None:
+        self._inner = inner
+        self._start = None if start_id is None else _bit(start_id)
+        self._start_id = start_id
+        self._end_id = end_id
+        self._closed = [_bit(id_) for id_ in eos_token_ids] + ([] if start_id is None else [_bit(start_id)])
+        self._is_open = is_open
+        self._may_open = not is_open and start_id is not None
+
+    def fill(self, mask: npt.NDArray[np.uint32]) -> None:
+        if self._is_open:
+            mask[:] = np.uint32(0xFFFFFFFF)
+            for word, bit in self._closed:
+                if word < len(mask):
+                    mask[word] &= ~bit
+            return
+        self._inner.fill(mask)
+        if self._may_open and self._start is not None:
+            word, bit = self._start
+            mask[word] |= bit
+
+    def accept(self, token_id: int) -> None:
+        if self._is_open:
+            self._is_open = token_id != self._end_id
+        elif self._may_open and token_id == self._start_id:
+            self._is_open, self._may_open = True, False
+        else:
+            self._may_open = False
+            self._inner.accept(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._is_open and self._inner.is_complete
+
+
+def _bit(id_: int) -> tuple[int, np.uint32]:
+    return id_ // 32, np.uint32(1 << (id_ % 32))
+
+
+_TOO_MUCH = re.compile(r"too (many|large|complex|big|deep)|limit|fuel|exceed|max(imum)? ", re.IGNORECASE)
+
+
+def _compile_error(error: str, param: str) -> ConfigurationError | UnsupportedFeatureError:
+    reason = _first_line(error)
+    if _TOO_MUCH.search(reason):
+        return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
+    if "nsatisfiable" in reason:
+        return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a schema that some value satisfies.', param=param)
+    named = next((keyword for sign, keyword in _KEYWORDS_OF_ERRORS.items() if sign in reason), "")
+    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({named}{reason}): send a simpler schema.', param=param)
+
+
+_KEYWORDS_OF_ERRORS = {"circular references": '"$ref": ', "patternProperty": '"patternProperties": ', "Properties only supported": '"minProperties": '}
+
+
+def _step_error(error: str, param: str) -> ConfigurationError:
+    reason = _first_line(error) or "no text can follow"
+    if _TOO_MUCH.search(reason):
+        return ConfigurationError(f'"{param}" needs more work for one token than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
+    return ConfigurationError(f'"{param}" leaves no text that may come next ({reason}): send a schema that some value satisfies.', param=param)
+
+
+def _first_line(error: str) -> str:
+    """What an error of llguidance says, without where in the grammar it is and the state that may follow, which would show the grammar."""
+    line = next((line.strip() for line in error.splitlines() if line.strip()), "")
+    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line)
+    return line if len(line) <= 160 else line[:160] + "…"

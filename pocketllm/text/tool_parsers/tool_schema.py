@@ -1,0 +1,149 @@
+"""The parameters that one tool of a request declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pocketllm.text.tool_parsers.base import Tools
+
+TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+_MAX_REFERENCES = 32
+_NOWHERE = object()
+
+
+class ToolSchema:
+    """One function's name and its parameters, in the schema's order.
+
+    Anything of the schema that is not of the shape that JSON Schema gives it counts as absent, since the parser has to read an answer in any case.
+
+    Args:
+        tool: `{"type": "function", "function": {...}}`, or the function's object itself.
+    """
+
+    def __init__(self, tool: Mapping[str, Any]) -> None:
+        function = tool.get("function")
+        function = function if isinstance(function, Mapping) else tool
+        self.name = str(function.get("name", ""))
+        parameters = function.get("parameters")
+        self._document: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
+        root = self.resolve(self._document)
+        self.root: Mapping[str, Any] = root if isinstance(root, Mapping) else {}
+        properties = self.root.get("properties")
+        self.properties: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
+        required = self.root.get("required")
+        self.required = frozenset(name for name in required if isinstance(name, str)) if isinstance(required, Sequence) else frozenset()
+
+    @property
+    def definitions(self) -> dict[str, Any]:
+        """What a `$ref` of a parameter may lead to, under the names that it has in the document."""
+        return {key: self._document[key] for key in ("$defs", "definitions") if key in self._document}
+
+    def resolve(self, schema: Any) -> Any:
+        """`schema` with a `$ref` into this document, or an `allOf` of one, replaced by what it stands for; True where it leads nowhere."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping):
+                return schema
+            rest = dict(schema)
+            if isinstance(reference := schema.get("$ref"), str):
+                del rest["$ref"]
+                target = self._target(reference)
+            elif isinstance(parts := schema.get("allOf"), Sequence) and len(parts) == 1:
+                del rest["allOf"]
+                target = parts[0]
+            else:
+                return schema
+            if target is _NOWHERE:
+                target = True
+            schema = {**target, **rest} if isinstance(target, Mapping) else (rest or target)
+        return True
+
+    def types(self, schema: Any) -> tuple[str, ...]:
+        """The JSON types that a schema allows, in its order; none where it declares none, or none that JSON Schema knows."""
+        found: dict[str, None] = {}
+        self._collect(schema, found, _MAX_REFERENCES)
+        return tuple(found)
+
+    def _collect(self, schema: Any, found: dict[str, None], depth: int) -> None:
+        schema = self.resolve(schema)
+        if not isinstance(schema, Mapping):
+            return
+        declared = schema.get("type")
+        if declared is not None:
+            names = [declared] if isinstance(declared, str) else declared
+            found.update(dict.fromkeys(name for name in names if name in TYPES) if isinstance(names, Sequence) else {})
+        elif (members := literals(schema)) is not None:
+            found.update(dict.fromkeys(map(json_type, members)))
+        else:
+            for key in ("anyOf", "oneOf"):
+                branches = schema.get(key)
+                for branch in branches if isinstance(branches, Sequence) and depth else ():
+                    before = len(found)
+                    self._collect(branch, found, depth - 1)
+                    if len(found) == before and not self.types_declared(branch):
+                        found["string"] = None  # a branch of no type takes any text
+            parts = schema.get("allOf")
+            if isinstance(parts, Sequence) and depth:
+                sets = [types for part in parts if (types := self._types_at(part, depth - 1))]
+                found.update(dict.fromkeys(name for name in (sets[0] if sets else ()) if all(name in types for types in sets)))
+
+    def _types_at(self, schema: Any, depth: int) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        self._collect(schema, found, depth)
+        return tuple(found)
+
+    def types_declared(self, schema: Any) -> bool:
+        return bool(self._types_at(schema, 4))
+
+    def dangling(self, schema: Any) -> str | None:
+        """The first `$ref` on the way to what `schema` stands for that can't be followed, or leads in a circle."""
+        reference = None
+        for _ in range(_MAX_REFERENCES):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if reference is None:
+                return None
+            schema = self._target(reference) if isinstance(reference, str) else _NOWHERE
+            if schema is _NOWHERE:
+                break
+        return str(reference)
+
+    def _target(self, reference: str) -> Any:
+        """What a JSON pointer such as "#/$defs/Color" leads to, or _NOWHERE."""
+        if not reference.startswith("#"):
+            return _NOWHERE
+        target: Any = self._document
+        for part in reference[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and part in target:
+                target = target[part]
+            elif isinstance(target, list) and part.isascii() and part.isdigit() and int(part) < len(target):
+                target = target[int(part)]
+            else:
+                return _NOWHERE
+        return target
+
+
+def tool_schemas(tools: Tools) -> dict[str, ToolSchema]:
+    """The schemas by their functions' names."""
+    return {schema.name: schema for schema in map(ToolSchema, tools)}
+
+
+def literals(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of `enum` or `const`, or None."""
+    if "const" in schema:
+        return [schema["const"]]
+    members = schema.get("enum")
+    return list(members) if isinstance(members, list) else None
+
+
+def json_type(value: Any) -> str:
+    """The narrowest JSON type of a decoded value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    return "string" if isinstance(value, str) else ("array" if isinstance(value, list) else "object")
