@@ -45,7 +45,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(stop=["a", "bc", ""], n=2, temperature=1),
     _chat(stop="q", stream=True, n=3, seed=1),
     _chat(logprobs=True, top_logprobs=3),
-    _chat(logprobs=True, top_logprobs=0, stream=True, n=2),
+    _chat(logprobs=True, top_logprobs=0, n=2),
     _chat(logprobs=False, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, repetition_penalty=1, min_p=0, min_tokens=0, ignore_eos=False),
     _chat(stop_token_ids=[], response_format={"type": "text"}, prediction=None, verbosity="low", prompt_cache_key="k", safety_identifier="s"),
     _chat(response_format={"type": "json_object"}, temperature=0),
@@ -76,7 +76,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _completion(prompt=[72, 105]),
     _completion(prompt=[[72, 105], [33]], stream=True, stream_options={"include_usage": True}),
     _completion(logprobs=5, stop=["a", "b"]),
-    _completion(logprobs=0, stream=True),
+    _completion(logprobs=0, n=2),
     _completion(echo=False, suffix="", best_of=1, n=1, seed=3, temperature=1.5, top_p=0.5, top_k=-1),
     _completion(max_tokens=None, model=None, user=None),
 )

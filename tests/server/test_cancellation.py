@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.fake_serving import LiveServer, StartServer, chat_body, fake
-from tests.server_process import ROOT, ServerProcess, serve, wait_until_ready
+from tests.server_process import serve, wait_until_ready
 
 CHAT = "/v1/chat/completions"
 REQUESTS, WARM_UP, AT_ONCE = 300, 100, 6
@@ -151,25 +151,3 @@ def test_disconnect_stops_within_one_step(start_server: StartServer, stream: boo
         assert time.monotonic() < end
         time.sleep(0.001)
     assert server.backend.stats().generated_tokens - at_close <= choices  # one step
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_requests() -> None:
-    options = json.dumps({"server": {"port": 0}})
-    running = ServerProcess(str(ROOT / "tests" / "server" / "fake_server.py"), options)
-    try:
-        url = wait_until_ready(running)
-        process = psutil.Process(running.process.pid)
-        samples: list[float] = []
-        with httpx.Client(base_url=url, timeout=30) as client:
-            for number in range(1, 2001):
-                # few different texts: the tokenizer keeps the words that it has seen, up to a limit far away
-                body = chat_body(messages=[{"role": "user", "content": f"Question {number % 100}"}], stream=number % 2 == 0, request_id=f"request-{number}")
-                assert client.post(CHAT, json=body).status_code == 200
-                if number % 200 == 0:
-                    samples.append(process.memory_info().rss / 2**20)
-    finally:
-        running.kill()
-    print("RSS every 200 requests, MiB:", [round(sample, 2) for sample in samples])
-    warm = samples[3:]  # from 800 requests on
-    assert max(warm) - warm[0] < 2  # MiB: 1,200 requests that each left a kilobyte would show
