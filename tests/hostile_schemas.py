@@ -16,10 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pocketllm.errors import PocketLLMError  # noqa: E402
-from pocketllm.text.grammar import GrammarCompiler, response_format_grammar  # noqa: E402
-from tests.conformance.json_schemas import response_format  # noqa: E402
-from tests.grammar_sampling import EOS, byte_tokenizer, sample  # noqa: E402
+from pocketllm.errors import PocketLLMError
+from pocketllm.text.grammar import GrammarCompiler, response_format_grammar
+from tests.conformance.json_schemas import response_format
+from tests.grammar_sampling import EOS, byte_tokenizer, sample
 
 STRING = {"type": "string"}
 
