@@ -38,6 +38,19 @@ def _completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": "Once", "max_tokens": 8, **fields}
 
 
+# What the model says, by the prompt: text, reasoning, calls that are complete, cut, and malformed; the last one stands for letters at random.
+ANSWERS: tuple[str | None, ...] = (
+    "Plain text, é and 🌍.",
+    "<think>Hm, é.</think>\n\nSo it is a, b and c.",
+    "Thinking of it.</think>The end",
+    "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\noslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call> and more",
+    "<tool_call><function=get_weather><parameter=tags>[{'a': True}, ",
+    '{"city": "oslo", "days": 3, "kind": null}',
+    None,
+)
+
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(),
     _chat(model="any", temperature=0.7, top_p=0.9, top_k=20, seed=7, user="me", store=False, metadata={"a": "b"}, service_tier="auto"),
@@ -50,7 +63,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(stop_token_ids=[], response_format={"type": "text"}, prediction=None, verbosity="low", prompt_cache_key="k", safety_identifier="s"),
     _chat(response_format={"type": "json_object"}, temperature=0),
     _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": _SCHEMA}}),
-    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": _SCHEMA}}}, stream=True),
+    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}}, stream=True),
     _chat(tools=[_WEATHER, _CLOCK], tool_choice="auto", parallel_tool_calls=True),
     _chat(tools=[_WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}}, parallel_tool_calls=False, stream=True),
     _chat(tools=[_WEATHER], tool_choice="required"),
