@@ -31,7 +31,7 @@ bench: $(VENV)/.installed ## measure prefill and decode; with llama.cpp beside i
 	@$(VENV)/bin/python benchmarks/offline.py $(ARGS)
 
 clean: ## remove the virtual environment, builds and caches
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/clients/node/node_modules
 	find pocketllm tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are files, so a second call installs nothing. Code changes need no new install: it is editable.
@@ -40,5 +40,5 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml scripts/install.sh $(NATIVE_SOURCES)
-	@scripts/install.sh dev
+	@scripts/install.sh dev,clients
 	@touch $@ $(VENV)/.installed

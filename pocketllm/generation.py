@@ -10,11 +10,14 @@ import asyncio
 import random
 import secrets
 import threading
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pocketllm.active_request import ActiveRequest, Prepared
+from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
 from pocketllm.backends.select import refuse_options, select_backend
 from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
@@ -24,15 +27,19 @@ from pocketllm.hub import resolve_model
 from pocketllm.protocol.features import features
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
+from pocketllm.protocol.tools import with_described_tools
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.text.answer import Reading
 from pocketllm.text.chat_template import ChatTemplate, load_chat_template
+from pocketllm.text.grammar import AfterReasoning, GrammarCompiler
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
+from pocketllm.text.tool_parsers import find_syntax
 from pocketllm.token_stream import AsyncTokenStream, Inbox, TokenStream
 
 T = TypeVar("T")
+CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
 
 
 class GenerationService:
@@ -44,6 +51,7 @@ class GenerationService:
         chat_template: of the checkpoint, or None when it has none.
         defaults: what the checkpoint says of sampling and of its EOS ids.
         model_name: name shown to clients.
+        model_type: config.json's, which tells how the model writes calls where its template does not.
         seed: makes requests without a seed repeatable in their order of arrival; None draws from the system.
     """
 
@@ -55,6 +63,7 @@ class GenerationService:
         defaults: GenerationDefaults,
         *,
         model_name: str,
+        model_type: str = "",
         seed: int | None = None,
     ) -> None:
         self.backend = backend
@@ -64,6 +73,8 @@ class GenerationService:
         self._defaults = defaults
         self._seeds = random.Random(seed) if seed is not None else secrets.SystemRandom()
         self._reasoning = find_markers(tokenizer)
+        self._syntax = find_syntax(None if chat_template is None else chat_template.source, model_type)
+        self._grammars = GrammarCompiler(tokenizer, backend.capabilities.vocab_size)
         self._lock = threading.Lock()
         self._active: dict[str, ActiveRequest] = {}  # guarded by _lock
         self._inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
@@ -83,7 +94,9 @@ class GenerationService:
         tokenizer = load_tokenizer(checkpoint, args.tokenizer)
         chat_template = load_chat_template(checkpoint)
         backend.load(report)
-        return cls(backend, tokenizer, chat_template, checkpoint.generation_defaults, model_name=checkpoint.name, seed=args.seed)
+        return cls(
+            backend, tokenizer, chat_template, checkpoint.generation_defaults, model_name=checkpoint.name, model_type=checkpoint.architecture, seed=args.seed
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -151,7 +164,20 @@ class GenerationService:
             for choice in range(rows_per_prompt):
                 row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
                 rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice)))
-        return Prepared(first.request_id, tuple(rows), rows_per_prompt, self._reading(first, rows[0].prompt_token_ids))
+        reading = self._reading(first, rows[0].prompt_token_ids)
+        form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
+        if form.grammar is not None:
+            rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
+        if form.syntax is not None and first.tools is not None:
+            reading = replace(reading, parser=partial(form.syntax.parser, first.tools.definitions))
+        if form.grammar is None and form.syntax is not None and reading.reasoning is not None:
+            reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
+        return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
+
+    def prepare_grammars(self) -> None:
+        """Do beforehand what the first answer that is held to a grammar would have to wait for, and with it every other request."""
+        if self.capabilities.structured_outputs:
+            self._grammars.prepare()
 
     def stream(self, *requests: GenerationRequest) -> TokenStream:
         """Submit `requests`, one a prompt, and return their events as a blocking iterator. Raises what `prepare` and `Backend.submit` raise."""
@@ -173,11 +199,14 @@ class GenerationService:
             seed=seed,
             eos_token_ids=frozenset(defaults.eos_token_ids),
             logprobs=sampling.logprobs,
-            constraint=self._constraint(request, prompt_ids),
         )
 
-    def _constraint(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> TokenConstraint | None:
-        return None
+    def _constraint(self, form: AnswerForm, reading: Reading) -> TokenConstraint:
+        assert form.grammar is not None
+        eos = frozenset(self._defaults.eos_token_ids)
+        constraint = self._grammars.constraint(form.grammar, eos, param=form.param)
+        markers = reading.reasoning
+        return constraint if markers is None else AfterReasoning(constraint, markers.start_id, markers.end_id, eos, is_open=reading.is_reasoning)
 
     def _reading(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> Reading:
         stop = request.sampling.stop_sequences
@@ -195,7 +224,7 @@ class GenerationService:
         if not isinstance(prompt, str):
             ids = tuple(prompt)
         elif "messages" in request.metadata and self.chat_template is not None:
-            text = self.chat_template.render(**request.metadata)
+            text = self.chat_template.render(**self._template_variables(request, self.chat_template))
             ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         else:
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
@@ -208,6 +237,12 @@ class GenerationService:
                     f'"prompt" holds {summary(token_id)}, which is no token id of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt"
                 )
         return ids
+
+    def _template_variables(self, request: GenerationRequest, template: ChatTemplate) -> Mapping[str, Any]:
+        """What the template is given. One that ignores tools has those that must be called described in its system turn."""
+        if request.tools is None or not request.tools.is_forced or template.renders_tools:
+            return request.metadata
+        return {**request.metadata, "messages": with_described_tools(request.metadata["messages"], request.tools.callable)}
 
     def _budget(self, request: GenerationRequest, prompt_tokens: int) -> int:
         max_tokens, default = request.sampling.max_tokens, request.default_max_tokens

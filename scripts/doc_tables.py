@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pocketllm.backends.base import Capabilities
 from pocketllm.config import EngineArgs, ServerArgs
-from pocketllm.protocol.fields import FIELDS, PATHS
+from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
+from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,20 +29,44 @@ def option_table(cls: type[EngineArgs] | type[ServerArgs]) -> str:
     return _table(("Flag", "Default", "Meaning"), rows)
 
 
-def field_table() -> str:
-    """Name, endpoints, state and behaviour of each request field."""
-    words = {"implemented": "works", "refused": "refused", "inert": "ignored"}
+def field_table(endpoint: Endpoint) -> str:
+    """Name, state, values and behaviour of each request field of an endpoint."""
+    words = {"implemented": "acted on", "refused": "refused", "inert": "ignored"}
+    rows = [(f"`{field.name}`", words[field.group], field.accepts, field.behaviour) for field in FIELDS if endpoint in field.endpoints]
+    return _table(("Field", "State", "Accepted", "What the server does"), rows)
+
+
+def refusal_table(endpoint: Endpoint) -> str:
+    """Each refusal of an endpoint, in the order in which they are applied."""
     rows = []
-    for field in FIELDS:
-        where = "both" if set(field.endpoints) == set(PATHS) else ", ".join(field.endpoints)
-        rows.append((f"`{field.name}`", where, words[field.group], field.behaviour))
-    return _table(("Field", "Endpoint", "State", "What the server does"), rows)
+    for rule in RULES:
+        if endpoint in rule.endpoints:
+            lifted = f"`{rule.feature}`" if rule.feature else ""
+            guide = "" if rule.feature is None else "the same" if rule.feature in GUIDE_FLAGS else "refused"
+            rows.append((f"`{rule.field}`", rule.when, _sentence(rule.instead), _sentence(rule.remedy), lifted, guide))
+    return _table(("Field", "Refused when", "Why, or what the server does instead", "Remedy", "Unless there is", "With `--surface guide`"), rows)
+
+
+def feature_table() -> str:
+    """Where each feature comes from."""
+    rows = [(f"`{name}`", "always", _sentence(words)) for name, words in HOST_FEATURES.items()]
+    rows += [(f"`{name}`", "where the engine declares `structured_outputs`", _sentence(words)) for name, words in GRAMMAR_FEATURES.items()]
+    flags = {option.name for option in dataclasses.fields(Capabilities)}
+    for name in dict.fromkeys(rule.feature for rule in RULES if rule.feature is not None):
+        if name not in HOST_FEATURES and name not in GRAMMAR_FEATURES:
+            fields = ", ".join(dict.fromkeys(f"`{rule.field}`" for rule in RULES if rule.feature == name))
+            rows.append((f"`{name}`", "where the engine declares it" if name in flags else "on no engine yet", f"{fields} as the table below says."))
+    return _table(("Feature", "There", "What it is"), rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine-flags": ("docs/cli.md", lambda: option_table(EngineArgs)),
     "server-flags": ("docs/cli.md", lambda: option_table(ServerArgs)),
-    "request-fields": ("docs/http-api.md", field_table),
+    "features": ("docs/request-fields.md", feature_table),
+    "chat-fields": ("docs/request-fields.md", lambda: field_table("chat")),
+    "chat-refusals": ("docs/request-fields.md", lambda: refusal_table("chat")),
+    "completions-fields": ("docs/request-fields.md", lambda: field_table("completions")),
+    "completions-refusals": ("docs/request-fields.md", lambda: refusal_table("completions")),
 }
 
 
@@ -76,6 +102,10 @@ def main() -> int:
         print(f"doc_tables: out of date: {', '.join(names)}. Run python scripts/doc_tables.py.", file=sys.stderr)
         return 1
     return 0
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -252,7 +252,7 @@ class FakeBackend(Backend):
         """What `row` draws next without a constraint; None is the step that ends it."""
         if row.script is not None:
             return row.script[row.generated] if row.generated < len(row.script) else None
-        if row.generated == self._eos_after:
+        if self._eos_after is not None and row.generated >= self._eos_after:
             return None
         return self._alphabet[int(row.uniform() * len(self._alphabet))]
 

@@ -114,7 +114,9 @@ class Conversation:
         self.settings = changed
 
     def answer(self, llm: LLM, text: str) -> Usage | None:
-        """Print the answer to `text` as it comes. What was printed before Ctrl-C stays in the history; a failed turn does not.
+        """Print the answer to `text` as it comes, and on stderr what the model thinks before.
+
+        What was printed before Ctrl-C stays in the history; a failed turn does not.
 
         Returns:
             The token counts, or None when Ctrl-C ended the answer.
@@ -125,12 +127,19 @@ class Conversation:
         sampling = SamplingParams(**{key: value for key, value in self.settings.items() if key in SAMPLING})
         options = {key: value for key, value in self.settings.items() if key in TEMPLATE}
         parts: list[str] = []
+        thoughts: list[str] = []
         usage: Usage | None = None
         with llm.chat_stream([*self.messages, {"role": "user", "content": text}], sampling, **options) as stream:
             try:
                 for event in stream:
-                    parts.append(event.text)
-                    print(event.text, end="", flush=True)
+                    if event.reasoning_content:
+                        thoughts.append(event.reasoning_content)
+                        print(event.reasoning_content, end="", file=sys.stderr, flush=True)
+                    if event.text and thoughts and not parts:
+                        print("\n", file=sys.stderr, flush=True)
+                    if event.text:
+                        parts.append(event.text)
+                        print(event.text, end="", flush=True)
                     usage = event.usage
             except KeyboardInterrupt:
                 usage = None
@@ -139,7 +148,10 @@ class Conversation:
                     print(flush=True)  # so that the error has a line of its own
                 raise
         print(flush=True)
-        self.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(parts)}]
+        turn = {"role": "assistant", "content": "".join(parts)}
+        if thoughts:
+            turn["reasoning_content"] = "".join(thoughts)
+        self.turns += [{"role": "user", "content": text}, turn]
         return usage
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pocketllm.config import ServerArgs
 from pocketllm.errors import BackendUnavailableError, PocketLLMError
@@ -28,16 +29,18 @@ from pocketllm.server.state import Load, ServerState
 
 logger = logging.getLogger("pocketllm.server")
 
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/alive", "/ready", "/health"})
 
-# Everything that the server answers; any other path is a 404.
+# Everything that the server answers; any other path is a 404. MODEL_BY_ID is left out on the guide's surface.
+MODEL_BY_ID = Route("/v1/models/{model_id:path}", model, methods=["GET"])
 ROUTES = (
     Route("/health", health, methods=["GET"]),
     Route("/alive", alive, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/v1/models", models, methods=["GET"]),
-    Route("/v1/models/{model_id:path}", model, methods=["GET"]),
+    MODEL_BY_ID,
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/requests/{request_id}", cancel_request, methods=["DELETE"]),
@@ -61,7 +64,8 @@ def create_app(args: ServerArgs, load: Load) -> Starlette:
         finally:
             await state.close()
 
-    middleware = []
+    is_full = args.surface == "full"
+    middleware = [Middleware(_RequestId, is_shown=is_full)]
     if args.allow_origin is not None:  # outermost, so that a browser may read the errors too
         exposed = ["x-request-id", "retry-after"]
         middleware.append(Middleware(_Cors, allow_origins=[args.allow_origin], allow_methods=["*"], allow_headers=["*"], expose_headers=exposed))
@@ -69,7 +73,7 @@ def create_app(args: ServerArgs, load: Load) -> Starlette:
     if args.api_key is not None:
         middleware.append(Middleware(_ApiKey, api_key=args.api_key))
     app = Starlette(
-        routes=ROUTES,
+        routes=[route for route in ROUTES if is_full or route is not MODEL_BY_ID],
         middleware=middleware,
         exception_handlers={PocketLLMError: _pocketllm_error, HTTPException: _http_error},
         lifespan=lifespan,
@@ -99,6 +103,26 @@ async def _http_error(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         return json_response(error_body(f"{summary(path)} does not take {method}, only {allowed}.", "invalid_request_error"), 405, {"allow": allowed})
     return json_response(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+
+
+class _RequestId:
+    """Echoes the caller's X-Request-Id on every answer; the guide's surface has no such header at all."""
+
+    def __init__(self, app: ASGIApp, is_shown: bool) -> None:
+        self._app = app
+        self._is_shown = is_shown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"") if scope["type"] == "http" and self._is_shown else b""
+        echo = sent if _REQUEST_ID.fullmatch(sent) else None
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                message = {**message, "headers": [*headers, (b"x-request-id", echo)] if echo else headers}
+            await send(message)
+
+        await self._app(scope, receive, send if self._is_shown and echo is None else send_with_id)
 
 
 class _Cors(CORSMiddleware):

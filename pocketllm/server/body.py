@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from pocketllm.errors import ConfigurationError
+from pocketllm.protocol.refusals import summary
 
 MAX_DEPTH = 64
 
@@ -37,7 +38,7 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     Raises:
         BodyTimeoutError: it was not.
         BodyTooLargeError: the body is longer; the rest is not read.
-        ConfigurationError: it is not UTF-8, not JSON, no object, or nested too deep.
+        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a key twice.
     """
     try:
         async with asyncio.timeout_at(deadline):
@@ -45,7 +46,7 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     except TimeoutError:
         raise BodyTimeoutError("The request's body did not arrive in time. Send all of it at once.") from None
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        body = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"The request body is not UTF-8: byte {error.start} begins no character. Send JSON in UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -57,6 +58,16 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     if not isinstance(body, dict):
         raise ConfigurationError("The request body is not a JSON object. Send one, with the request's fields as its keys.")
     _check_depth(body)
+    return body
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`, unless a key comes twice."""
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"{summary(name)} is sent twice, and only one of its values could be acted on. Send it once.", param=name)
     return body
 
 

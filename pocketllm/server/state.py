@@ -83,6 +83,7 @@ class ServerState:
             error: BaseException | None = None
             try:
                 service = self._load(self._set_progress)
+                service.prepare_grammars()
             except BaseException as caught:  # handed to whoever waits for `loaded`
                 error = caught
             try:

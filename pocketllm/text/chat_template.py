@@ -38,8 +38,8 @@ class ChatTemplate:
         self._variables = dict(special_tokens)
         environment = _environment()
         try:
-            tree = environment.parse(source)
-            self._template = environment.from_string(tree)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)  # of its own: compiling folds constants into the one that it is given
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, AssertionError, OverflowError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""

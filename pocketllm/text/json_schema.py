@@ -20,7 +20,7 @@ from pocketllm.text.schema_pattern import PatternError, read_pattern
 from pocketllm.text.schema_tree import Combinations, finite_definitions, is_finite, without_others
 
 MAX_DEPTH = 32  # schemas within schemas, and arrays and objects within a constant
-MAX_SCHEMAS = 3_000  # schemas of one request, each reference once
+MAX_SCHEMAS = 2_000  # schemas of one request, each reference once
 MAX_DEFINITIONS = 300
 MAX_PROPERTIES = 400  # of one object
 MAX_VALUES = 2_000  # constants of one request

@@ -50,6 +50,18 @@ def test_models() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_callers_request_id_comes_back_on_every_answer(stream: bool) -> None:
+    mine = {"X-Request-Id": "mine:1"}
+    assert call("GET", "/health", headers=mine).headers["x-request-id"] == "mine:1"
+    assert call("GET", "/no/such/path", headers=mine).headers.get_list("x-request-id") == ["mine:1"]
+    assert call("POST", CHAT, json=chat_body(n=0), headers=mine).headers["x-request-id"] == "mine:1"
+    assert call("POST", CHAT, json=chat_body(stream=stream, request_id="b"), headers=mine).headers.get_list("x-request-id") == ["mine:1"]
+    for unusable in ("", "a b", "x" * 129):
+        answer = call("POST", CHAT, json=chat_body(stream=stream, request_id="b"), headers={"X-Request-Id": unusable})
+        assert answer.headers.get_list("x-request-id") == ["b"]
+
+
 def test_metrics_are_there_at_zero() -> None:
     response = call("GET", "/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -69,7 +81,7 @@ def test_metrics_count_what_happened() -> None:
         async with in_process(fake(eos_after=5)) as client:
             await client.post(CHAT, json=chat_body(max_tokens=3))
             await client.post(CHAT, json=chat_body(max_tokens=9, stream=True))
-            await client.post(CHAT, json=chat_body(n=2, user="\U0001f600"))
+            await client.post(CHAT, json=chat_body(n=0, user="\U0001f600"))
             await client.post(CHAT, content=b"{")
             return samples((await client.get("/metrics")).text)
 

@@ -162,3 +162,128 @@ def test_a_directory_with_an_unusable_template(directory):
 
 def test_a_base_model_has_none(write_gguf):
     assert load_chat_template(open_checkpoint(write_gguf(tokenizer__chat_template=None))) is None
+
+
+CALL = {"id": "call_0001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ROUND = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_0001", "content": "2"},
+]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WITH_CALLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }}{% for k, v in c.function.arguments|items %} {{ k }}={{ v }}{% endfor %}){% endfor %}{% endfor %}"
+)
+TEXT_CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+TWO_ROLES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def traits(source):
+    return ChatTemplate(source, {}).traits
+
+
+def test_what_a_template_renders_is_found_out():
+    plain = traits(TURNS)
+    assert (plain.renders_tools, plain.renders_tool_calls, plain.renders_tool_results, plain.renders_developer) == (False, False, True, False)
+    known = traits(WITH_CALLS)
+    assert (known.renders_tools, known.renders_tool_calls, known.renders_tool_results, known.text_arguments) == (True, True, True, False)
+    assert traits(TEXT_CALLS).text_arguments
+    strict = traits(TWO_ROLES)
+    assert (strict.renders_tool_calls, strict.renders_tool_results) == (False, False)
+    assert traits(TURNS + "{% if messages[0].role == 'developer' %}!{% endif %}").renders_developer
+    broken = traits("{{ messages[9].content }}")
+    assert (broken.renders_tools, broken.renders_tool_calls, broken.renders_tool_results) == (False, False, False)
+
+
+def test_arguments_reach_the_template_in_the_form_that_it_takes():
+    before = json.dumps(ROUND)
+    assert render(WITH_CALLS, ROUND, tools=[TOOL]) == "[add]<user>1 + 1?<assistant>(add a=1 b=é)<tool>2"
+    assert render(TEXT_CALLS, ROUND) == '<user>1 + 1?<assistant>add{"a": 1, "b": "é"}<tool>2'
+    as_object = [ROUND[0], {**ROUND[1], "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]}, ROUND[2]]
+    assert render(TEXT_CALLS, as_object) == '<user>1 + 1?<assistant>add{"a": 1}<tool>2'
+    for nothing in ("", "null", None, "{}"):
+        chat = [ROUND[0], {**ROUND[1], "tool_calls": [{**CALL, "function": {"name": "add", "arguments": nothing}}]}]
+        assert render(WITH_CALLS, chat) == "<user>1 + 1?<assistant>(add)"
+    assert json.dumps(ROUND) == before
+
+
+def test_calls_that_a_template_drops_become_text():
+    line = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
+    assert render(TURNS, ROUND) == f"<user>1 + 1?<assistant>{line}<tool>2"
+    said = [ROUND[0], {**ROUND[1], "content": "Let me see."}]
+    assert render(TURNS, said) == f"<user>1 + 1?<assistant>Let me see.\n{line}"
+
+
+def test_results_that_a_template_refuses_become_a_turn_of_the_user():
+    line = '{"name": "add", "arguments": {"a": 1, "b": "é"}}'
+    other = {"role": "tool", "tool_call_id": "unknown", "content": "3"}
+    chat = [*ROUND, other, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "2."}, {"role": "user", "content": "Thanks"}]
+    joined = "The call of add returned:\n2\n\nThe call returned:\n3\n\nAnd?"
+    assert render(TWO_ROLES, chat) == f"<user>1 + 1?<assistant>{line}<user>{joined}<assistant>2.<user>Thanks"
+
+
+def test_developer_is_system_where_the_template_has_no_such_role():
+    chat = [{"role": "developer", "content": "Be brief."}, *HI]
+    assert render(TURNS, chat) == "<system>Be brief.<user>hi"
+    assert render(TURNS + "{% if messages[0].role == 'developer' %}!{% endif %}", chat) == "<developer>Be brief.<user>hi!"
+
+
+def test_the_default_model_keeps_calls_and_results(default_model):
+    template = load_chat_template(open_checkpoint(default_model))
+    assert not template.renders_tools
+    text = template.render(ROUND, tools=[TOOL])
+    assert '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 1, "b": "é"}}<|im_end|>' in text
+    assert "<|im_start|>tool\n2<|im_end|>" in text
+    assert template.render(HI, tools=[]) == template.render(HI, tools=None) == template.render(HI)
+
+
+# The vocabularies of real templates: every effort that a caller may name, and the word that reaches the template.
+REFUSING = (
+    "{% set effort = reasoning_effort | default('xhigh') %}{% if effort == 'high' %}{% set effort = 'xhigh' %}{% endif %}"
+    "{% if effort not in ['xhigh', 'medium', 'low'] %}{{ raise_exception('no such effort') }}{% endif %}{{ effort }}"
+)
+THREE = "{% if reasoning_effort in ('low', 'medium', 'high') %}{{ reasoning_effort }}{% endif %}"
+UPPER = "{% if reasoning_effort is defined and reasoning_effort == 'high' %}H{% elif reasoning_effort == 'max' %}M{% endif %}"
+LOOKED_UP = "{{ {'low': 1, 'high': 2}[reasoning_effort] + 1 }}"
+ECHO = "{{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (REFUSING, {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh", "none": "xhigh"}),
+        (THREE, {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high", "none": ""}),
+        (UPPER, {"minimal": "", "low": "", "medium": "", "high": "H", "xhigh": "M", "max": "M", "none": ""}),
+        (LOOKED_UP, {"minimal": "2", "low": "2", "medium": "3", "high": "3", "xhigh": "3", "max": "3"}),
+        (ECHO, {"minimal": "minimal", "high": "high", "max": "max", "none": ""}),
+        ("{{ reasoning_effort == 'none' }}", {"none": "True", "low": "False"}),
+        ("x", {"none": "x", "max": "x"}),
+    ],
+    ids=["refusing", "three", "upper", "looked up", "echo", "none", "absent"],
+)
+def test_efforts_are_said_in_the_words_of_the_template(source, expected):
+    template = ChatTemplate(source, {})
+    assert {effort: template.render(HI, reasoning_effort=effort) for effort in expected} == expected
+
+
+# Case 36 of the bug reports, on a template with the rules of Qwen3.5.
+@pytest.mark.parametrize("roles", [("system", "system", "user"), ("user", "system", "user"), ("developer", "system", "user")])
+def test_a_late_system_message_is_a_refusal_in_the_templates_words(roles):
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}"
+        "{% endif %}{{ m.role }}{% endfor %}"
+    )
+    assert "System message must be at the beginning" in refusal(source, [{"role": role, "content": "a"} for role in roles])
+    assert render(source, [{"role": "developer", "content": "a"}, *HI]) == "systemuser"
+
+
+def test_text_that_is_no_unicode_is_a_refusal():
+    refusal("{{ tools[0].function.description }}", tools=[{"type": "function", "function": {"name": "f", "description": "\ud800"}}])

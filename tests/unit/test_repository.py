@@ -18,7 +18,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), 
 
 # Files that one reader's screenful can't hold, with the reason and their own ceiling.
 LONGER = {
-    "pocketllm/protocol/fields.py": 600,  # one table, to be read as one
+    "pocketllm/protocol/fields.py": 700,  # one table, to be read as one
 }
 HEAVY = {"torch", "triton", "transformers", "pocketllm_cpp"}
 

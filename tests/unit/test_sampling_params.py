@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
 
-from pocketllm import ConfigurationError, SamplingParams
+from pocketllm import ConfigurationError, SamplingParams, UnsupportedFeatureError
+from pocketllm.errors import PocketLLMError
+from pocketllm.protocol.fields import check_fields
+from pocketllm.protocol.sampling import check_sampling, sampling_fields, sampling_from
 
 
 @pytest.mark.parametrize(
@@ -17,7 +23,7 @@ from pocketllm import ConfigurationError, SamplingParams
         {"max_tokens": 1},
         {"temperature": 0},
         {"temperature": 0.0},
-        {"temperature": 5.5},
+        {"temperature": 2},
         {"top_p": 1},
         {"top_p": 1e-9},
         {"top_k": -1},
@@ -40,6 +46,7 @@ def test_valid(fields: dict[str, Any]) -> None:
         ("max_tokens", 1.0),
         ("max_tokens", True),
         ("temperature", -0.1),
+        ("temperature", 2.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 10**400),
@@ -49,6 +56,14 @@ def test_valid(fields: dict[str, Any]) -> None:
         ("top_p", 1.1),
         ("top_p", math.nan),
         ("top_k", -2),
+        ("top_k", 2**31),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("logprobs", 21),
+        ("logprobs", False),
+        ("stop", 5),
+        ("stop", [5]),
         ("top_k", 1.5),
         ("seed", -1),
         ("seed", 2**63),
@@ -65,3 +80,79 @@ def test_refused_by_name(name: str, value: Any) -> None:
 def test_fixed_once_made() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().seed = 1  # type: ignore[misc]
+
+
+def test_limits_are_in_the_message() -> None:
+    with pytest.raises(ConfigurationError, match=r"from 0 \(greedy\) to 2"):
+        SamplingParams(temperature=99)
+    with pytest.raises(ConfigurationError, match="from -1 to 2147483647"):
+        SamplingParams(top_k=2**40)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("frequency_penalty", 0.5), ("logit_bias", {"5": 1}), ("min_p", 0.1), ("best_of", 2), ("echo", True), ("stop_token_ids", [1]), ("ignore_eos", True)],
+)
+def test_what_nothing_acts_on_is_refused_in_the_words_of_http(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        SamplingParams(temperature=1, **{name: value})
+    endpoint = "completions" if name in ("best_of", "echo") else "chat"
+    with pytest.raises(UnsupportedFeatureError) as over_http:
+        check_fields({name: value}, endpoint, frozenset())  # type: ignore[arg-type]
+    assert str(caught.value) == str(over_http.value)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"frequency_penalty": 0}, {"min_p": 0.0}, {"best_of": 1}, {"echo": False, "logit_bias": {}}, {"ignore_eos": None}, {"n": None}]
+)
+def test_harmless_keywords_pass(fields: dict[str, Any]) -> None:
+    assert SamplingParams(max_tokens=3, **fields) == SamplingParams(max_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["temprature", "tools", "max_completion_tokens", "stream", "top_logprobs", "messages", "user"])
+def test_what_is_no_field_is_named(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f'^"{name}" = 5 is not supported') as caught:
+        SamplingParams(**{name: 5})
+    assert caught.value.param == name
+
+
+def test_positions_copies_and_replacements() -> None:
+    params = SamplingParams(5, 0.5)
+    assert (params.max_tokens, params.temperature) == (5, 0.5)
+    assert dataclasses.replace(params, n=2).n == 2
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(max_tokens=3, temperature=0.5, top_p=0.5, top_k=4, seed=5, n=3),
+        SamplingParams(logprobs=0),
+        SamplingParams(logprobs=7, top_k=0),
+    ],
+)
+def test_there_and_back(params: SamplingParams, endpoint: Any) -> None:
+    body = sampling_fields(params, endpoint)
+    check_fields(body, endpoint)
+    assert sampling_from(body, endpoint) == params
+
+
+def test_bodies_to_params() -> None:
+    assert sampling_from({"logprobs": True}, "chat").logprobs == 0
+    assert sampling_from({"logprobs": True, "top_logprobs": 3.0}, "chat").logprobs == 3
+    assert sampling_from({"logprobs": False, "top_logprobs": 0}, "chat").logprobs is None
+    assert sampling_from({"logprobs": 0}, "completions").logprobs == 0
+    assert sampling_from({"logprobs": None}, "completions").logprobs is None
+    assert sampling_from({"stop": ["a", ""], "n": 2.0, "max_tokens": 9, "max_completion_tokens": 4.0}, "chat") == SamplingParams(4, n=2, stop=["a", ""])
+
+
+def test_what_the_plane_lacks_is_refused() -> None:
+    check_sampling(SamplingParams(logprobs=1, temperature=0, n=2), "chat", frozenset({"logprobs"}))
+    for params, name in ((SamplingParams(logprobs=1), "logprobs"), (SamplingParams(temperature=1), "temperature"), (SamplingParams(n=2), "n")):
+        for endpoint in ("chat", "completions"):
+            with pytest.raises(PocketLLMError) as caught:
+                check_sampling(params, endpoint, frozenset())  # type: ignore[arg-type]
+            assert caught.value.param == name

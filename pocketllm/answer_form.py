@@ -1,0 +1,55 @@
+"""What form an answer has to have: the grammar that holds the model to it, and the syntax in which its calls are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pocketllm.protocol.request import GenerationRequest
+from pocketllm.text.grammar import response_format_grammar
+from pocketllm.text.tool_parsers import JSON_CALLS
+from pocketllm.text.tool_parsers.base import ToolSyntax
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """
+    Args:
+        grammar: in llguidance's Lark, or None for any text.
+        param: the request field that asks for the grammar.
+        syntax: how calls are read, or None where none are.
+    """
+
+    grammar: str | None = None
+    param: str = ""
+    syntax: ToolSyntax | None = None
+
+
+def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reasons: bool) -> AnswerForm:
+    """The form that `request` asks for.
+
+    Args:
+        request: of a chat, or a plain prompt, whose answer is any text.
+        syntax: in which the model has learnt to write calls; None where it has none that is known.
+        reasons: whether the answer may follow reasoning, and so line breaks.
+
+    Raises:
+        ConfigurationError, UnsupportedFeatureError: a schema can't be honoured; `param` is "tools" or "response_format".
+    """
+    tools, wanted = request.tools, request.response_format
+    if tools is not None and tools.is_forced:
+        used = syntax or JSON_CALLS
+        return AnswerForm(used.grammar(tools.callable, parallel=tools.parallel), "tools", used)
+    if tools is None or syntax is None:
+        return AnswerForm() if wanted is None else AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
+    if tools.choice == "none":
+        if wanted is not None:
+            return AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
+        return AnswerForm(syntax.grammar_without_calls(), "tool_choice")
+    read = syntax if tools.is_reported else None
+    if wanted is not None:
+        calls = syntax.grammar(tools.callable, parallel=tools.parallel).removeprefix("start: ")
+        answer = response_format_grammar(wanted, leading_newlines=reasons).removeprefix("start: ")
+        return AnswerForm(f"start: in_calls | in_format\nin_calls: {calls}in_format: {answer}", "response_format", read)
+    if not tools.parallel or any(tool["function"].get("strict") for tool in tools.definitions):
+        return AnswerForm(syntax.grammar(tools.callable, parallel=tools.parallel, optional=True), "tools", read)
+    return AnswerForm(syntax=read)
