@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from pocketllm.text.schema_bounds import FAR, MAX_NUMBER, admits, check_constant, write_bounds, write_counts
 from pocketllm.text.schema_error import SchemaError, invalid, shown, too_large
 from pocketllm.text.schema_format import FORMATS, NUMBER_FORMATS
-from pocketllm.text.schema_names import property_names
+from pocketllm.text.schema_names import PropertyNames
 from pocketllm.text.schema_overlap import Overlap
 from pocketllm.text.schema_pattern import PatternError, read_pattern
 from pocketllm.text.schema_tree import exceed_combinations, finite_definitions, in_place_order, is_finite, without_others
@@ -29,6 +29,7 @@ MAX_TEXT = 200_000  # characters of all names and constants
 MAX_ITEMS = 500  # minItems; a larger maxItems is taken for this
 MAX_CHARACTERS = 2_000  # minLength
 MAX_LENGTH = 100_000  # a larger maxLength is taken for this
+MAX_MULTIPLES = 100_000  # sum of all multipleOf, whose remainders llguidance counts
 MAX_COMBINATIONS = 500  # of the branches that meet in one place
 
 # They say something about the value for people, or for other keywords that are refused.
@@ -73,6 +74,11 @@ _ANY = {"$ref": "#/$defs/any"}
 _ANY_DEFINITION = {"minimum": -FAR, "maximum": FAR, "items": _ANY, "additionalProperties": _ANY}
 
 
+def is_annotation(keyword: str) -> bool:
+    """Whether a keyword says nothing that a value could break."""
+    return keyword in _ANNOTATIONS or keyword.startswith("x-")
+
+
 def enforceable_schema(schema: Any, *, document: Any = None, closed: bool = False) -> dict[str, Any]:
     """`schema` in the dialect of llguidance, for a `%json` rule or a JSON grammar; whatever satisfies it satisfies `schema`.
 
@@ -101,7 +107,9 @@ class _Rewriter:
         self._pending: list[tuple[str, bool, str, str | None]] = []
         self._definitions: dict[str, Any] = {}
         self._overlap = Overlap(lambda reference: self._target(reference, "#"))
+        self._names_in = PropertyNames(lambda reference: self._target(reference, "#"))
         self._schemas = self._values = self._text = 0
+        self._multiples = 0.0
         self.parameter: str | None = None  # the property of the whole whose schema is being read
 
     def rewritten(self, schema: Any) -> dict[str, Any]:
@@ -116,6 +124,8 @@ class _Rewriter:
         finite = finite_definitions(self._definitions)
         root = without_others(root, finite)
         if not is_finite(root, finite):
+            listed = root.get("properties", {}) if isinstance(root, Mapping) else {}
+            self.parameter = next((name for name in listed if name in root.get("required", ()) and not is_finite(listed[name], finite)), None)
             raise SchemaError("no finite value satisfies it", "Give what recurs an end, or what is required a schema that has values")
         definitions = {name: without_others(schema, finite) for name, schema in self._definitions.items() if name in finite}
         document = dict(root) if isinstance(root, Mapping) else {}
@@ -142,7 +152,7 @@ class _Rewriter:
         was_alone = self._alone
         self._alone = was_alone and _parts(schema) <= 1
         for keyword, value in schema.items():
-            if keyword in _ANNOTATIONS or keyword.startswith("x-"):
+            if is_annotation(keyword):
                 continue
             if keyword in _REFUSED:
                 if any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ())):
@@ -153,8 +163,8 @@ class _Rewriter:
                 raise SchemaError(f"{shown(keyword)} at {place} is no keyword that can be enforced", f"Leave {shown(keyword)} out")
             handler(self, keyword, value, place, depth, out, conjuncts)
         is_leaf = not any(keyword in schema for keyword in ("allOf", "const", "enum", *_BRANCHING))
-        if self._closed and was_alone:
-            self._close(schema, out, conjuncts)
+        if was_alone:
+            self._close(schema, place, out, conjuncts)
         if is_leaf and self._alone:
             if not schema.keys() & _KEYWORDS.keys():
                 return self._any()
@@ -164,6 +174,9 @@ class _Rewriter:
                 out["additionalProperties"] = self._any()
         self._alone = was_alone
         write_bounds(schema, place, out, is_leaf=is_leaf)
+        self._multiples += out.get("multipleOf", 0)
+        if self._multiples > MAX_MULTIPLES:
+            too_large(f'"multipleOf" at {place} brings the sum of all to more than {MAX_MULTIPLES}')
         write_counts(place, out)
         if conjuncts:
             out["allOf"] = out.get("allOf", []) + conjuncts
@@ -176,15 +189,22 @@ class _Rewriter:
         self._definitions["any"] = _ANY_DEFINITION
         return dict(_ANY)
 
-    def _close(self, schema: Mapping[str, Any], out: dict[str, Any], conjuncts: list[Any]) -> None:
-        """Leave no other properties than those that `schema` lists, in all its parts together."""
-        names = property_names(schema, lambda reference: self._target(reference, "#"))
-        if not names:
-            return
+    def _close(self, schema: Mapping[str, Any], place: str, out: dict[str, Any], conjuncts: list[Any]) -> None:
+        """Where objects are to be closed, leave no other properties than those that `schema` lists, in all its parts together."""
         if not self._alone:
-            conjuncts.append({"properties": {name: {} for name in names}, "additionalProperties": False})
-        elif admits("object", out) and ("properties" in out or "required" in out):
-            out["properties"] = {**out.get("properties", {}), **{name: self._any() for name in names if name not in out.get("properties", {})}}
+            names = self._names_in.of(schema)
+            if names and len(names) > MAX_PROPERTIES:
+                too_large(f"the schemas that meet at {place} have {len(names)} properties, and at most {MAX_PROPERTIES} are taken")
+            if names and self._closed:
+                conjuncts.append({"properties": {name: {} for name in names}, "additionalProperties": False})
+        elif (
+            self._closed
+            and ("properties" in out or "required" in out)
+            and "patternProperties" not in out
+            and not isinstance(schema.get("additionalProperties"), Mapping)
+        ):
+            listed = out.get("properties", {})
+            out["properties"] = {**listed, **{name: self._any() for name in out.get("required", ()) if name not in listed}}
             out["additionalProperties"] = False
 
     def _type(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
