@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pocketllm.active_request import Prepared, cancelled
-from pocketllm.backends.base import StepOutput, TokenLogprobs
+from pocketllm.backends.base import StepOutput
 from pocketllm.errors import PocketLLMError, RequestCancelledError
 from pocketllm.outputs import ChoiceOutput, FinishReason, GenerationOutput, TokenEvent, ToolCall, ToolCallDelta, Usage
 from pocketllm.text.answer import Answer
@@ -58,11 +59,11 @@ class AnswerReader:
         """What `items` say, one event a choice: steps that have waited are read as one."""
         if len(items) == 1:
             index, step = items[0]
-            return self._event(self._choices[index], (step,))
+            return self._event(self._choices[index], step)
         steps: dict[int, list[StepOutput]] = {}
         for index, step in items:
             steps.setdefault(index, []).append(step)
-        return [event for index, found in steps.items() for event in self._event(self._choices[index], found)]
+        return [event for index, found in steps.items() for event in self._event(self._choices[index], _joined(found))]
 
     def output(self) -> GenerationOutput:
         """The choices that have finished.
@@ -85,27 +86,25 @@ class AnswerReader:
             sum(choice.answer.reasoning_tokens for choice in choices),
         )
 
-    def _event(self, choice: _Choice, steps: Sequence[StepOutput]) -> list[TokenEvent]:
+    def _event(self, choice: _Choice, step: StepOutput) -> list[TokenEvent]:
         if choice.has_ended:
             return []
-        last, answer = steps[-1], choice.answer
-        choice.num_generated = last.num_generated
-        choice.cached_tokens = max(choice.cached_tokens, *(step.cached_tokens for step in steps)) if len(steps) > 1 else last.cached_tokens
-        token_ids = last.token_ids if len(steps) == 1 else tuple(token_id for step in steps for token_id in step.token_ids)
-        text = reasoning = ""
-        if not answer.is_stopped and token_ids:
-            logprobs: Sequence[TokenLogprobs] = [ranks for step in steps for ranks in step.logprobs] if last.logprobs or len(steps) > 1 else ()
-            piece = answer.feed(token_ids, logprobs)
-            text, reasoning = piece.text, piece.reasoning
-            if answer.is_stopped and last.finish_reason is None:
-                self._cancel_row(choice.index)  # its last step then says how many tokens were generated
+        answer, token_ids = choice.answer, step.token_ids
+        choice.num_generated = step.num_generated
+        choice.cached_tokens = max(choice.cached_tokens, step.cached_tokens)
         choice.token_ids += token_ids
+        text = reasoning = ""
+        if token_ids and not answer.is_stopped:
+            piece = answer.feed(token_ids, step.logprobs)
+            text, reasoning = piece.text, piece.reasoning
+            if answer.is_stopped and step.finish_reason is None:
+                self._cancel_row(choice.index)  # its last step then says how many tokens were generated
         calls: tuple[ToolCallDelta, ...] = ()
         usage = None
-        if last.finish_reason is not None:
+        if step.finish_reason is not None:
             choice.has_ended = True
             self._left -= 1
-            if (failure := self._failure(last, answer)) is not None:
+            if (failure := self._failure(step, answer)) is not None:
                 self.failure = self.failure or failure
             else:
                 piece = answer.finish()
@@ -113,12 +112,14 @@ class AnswerReader:
                 reasoning += piece.reasoning
                 choice.calls = piece.calls
                 calls = _deltas(piece.calls)
-                choice.finish_reason = "tool_calls" if piece.calls else "length" if last.finish_reason == "length" and not answer.is_stopped else "stop"
+                choice.finish_reason = "tool_calls" if piece.calls else "length" if step.finish_reason == "length" and not answer.is_stopped else "stop"
             if self._left == 0 and self.failure is None:
                 usage = self.usage()
-        choice.text.append(text)
-        choice.reasoning.append(reasoning)
-        return [TokenEvent(last.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls)]
+        if text:
+            choice.text.append(text)
+        if reasoning:
+            choice.reasoning.append(reasoning)
+        return [TokenEvent(step.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls)]
 
     def _failure(self, step: StepOutput, answer: Answer) -> PocketLLMError | None:
         if step.finish_reason == "cancelled":
@@ -131,6 +132,18 @@ class AnswerReader:
         failure = PocketLLMError(f"Request {self.prepared.request_id} failed in the engine: {reason}")
         failure.__cause__ = step.error
         return failure
+
+
+def _joined(steps: Sequence[StepOutput]) -> StepOutput:
+    """Several steps of one row as one."""
+    if len(steps) == 1:
+        return steps[0]
+    return replace(
+        steps[-1],
+        token_ids=tuple(token_id for step in steps for token_id in step.token_ids),
+        cached_tokens=max(step.cached_tokens for step in steps),
+        logprobs=tuple(ranks for step in steps for ranks in step.logprobs),
+    )
 
 
 def _deltas(calls: Sequence[ToolCall]) -> tuple[ToolCallDelta, ...]:

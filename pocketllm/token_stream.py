@@ -127,27 +127,39 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader; asking for it costs a system call
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, item: Item) -> None:
         self.items.append(item)
         self._wake()
 
     async def wait(self, until: float | None) -> None:
-        """Return once there is an item, or at time `until` of the loop."""
-        loop = asyncio.get_running_loop()
+        """Return once there is an item, or at time `until` of the loop; sometimes before, with neither."""
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_at(until, self._wake) if until is not None else None
+        # A timer a token would cost more than the token: one that is set, for an earlier time, is left to wake the reader for nothing.
+        if until is not None and (self._timer is None or until < self._timer.when()):
+            self.stop_timer()
+            self._timer = loop.call_at(until, self._ring)
         try:
             await self._waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
 
     def take(self) -> list[Item]:
         items, self.items = self.items, []
         return items
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -199,8 +211,9 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         return self._is_over or (self._reader is not None and self._reader.is_done and self._reader.failure is None and not self._events)
 
     async def next_events(self, until: float | None = None) -> list[TokenEvent]:
-        """What has come, one event a choice; empty at time `until` of the event loop, and at the end. Raises as `__anext__` does."""
-        await self.start()
+        """What has come, one event a choice; empty at time `until` of the event loop, at the end, and sometimes for no reason. Raises as `__anext__` does."""
+        if self._active is None:
+            await self.start()
         if self._is_over or self._reader is None:
             return []
         if self._events:
@@ -218,7 +231,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             except asyncio.CancelledError:
                 self._close()
                 raise
-        return [event for event in self._reader.read(self._mailbox.take()) if _says_something(event, self._reader)]
+        return [event for event in self._reader.read(self._mailbox.take()) if event.token_ids or _says_something(event, self._reader)]
 
     async def __anext__(self) -> TokenEvent:
         """The next event. Raises as TokenStream does."""
@@ -258,6 +271,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
 
     def _close(self) -> None:
         self._is_over = True
+        self._mailbox.stop_timer()
         if self._active is not None:
             self._active.cancel()
 

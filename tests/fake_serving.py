@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import tokenizers
 
-from pocketllm.backends.base import ProgressCallback
+from pocketllm.backends.base import Backend, ProgressCallback
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import ServerArgs
@@ -29,22 +29,66 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LETTERS = tuple(range(ord("a"), ord("z") + 1))
+QWEN_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}Functions:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "To call one, write\n<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>\n<|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
 
 
 def byte_tokenizer() -> Tokenizer:
     """One token for each byte; ids are the bytes' values."""
+    return Tokenizer(_byte_backend(), SpecialTokens(), "bytes")
+
+
+def qwen_tokenizer() -> Tokenizer:
+    """Bytes, as above, "é" as one token, and then the added tokens of a Qwen."""
+    backend = _byte_backend([("Ã", "©")])
+    backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(backend, SpecialTokens(eos_token="<|im_end|>"), "bytes and markers")
+
+
+def _byte_backend(merges: Sequence[tuple[str, str]] = ()) -> tokenizers.Tokenizer:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {first + second: 256 + index for index, (first, second) in enumerate(merges)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=list(merges)))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    return Tokenizer(backend, SpecialTokens(), "bytes")
+    return backend
+
+
+class QwenLike(FakeBackend):
+    """A fake backend that `make_service` serves with a Qwen's markers and template."""
+
+
+def qwen_like(*answers: str | Sequence[int], **options: Any) -> QwenLike:
+    """A fake backend with markers of reasoning and of calls, that gives `answers` in turn, each then ended by the model; letters without any."""
+    tokenizer = qwen_tokenizer()
+    scripts = [tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer for answer in answers]
+    return QwenLike(**{"alphabet": LETTERS, "vocab_size": tokenizer.vocab_size, "answers": scripts or None, "context_length": 4096, **options})
 
 
 def make_service(backend: FakeBackend, progress: ProgressCallback = lambda _progress: None, *, seed: int | None = None) -> GenerationService:
     """`backend`, loaded, behind a real service."""
     backend.load(progress)
+    if isinstance(backend, QwenLike):
+        tokenizer = qwen_tokenizer()
+        template, defaults = ChatTemplate(QWEN_TEMPLATE, {}), GenerationDefaults(eos_token_ids=(tokenizer.vocab_size - 1,))
+        return GenerationService(backend, tokenizer, template, defaults, model_name="fake-qwen", seed=seed)
     return GenerationService(backend, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), GenerationDefaults(), model_name="fake-1", seed=seed)
 
 
@@ -93,7 +137,7 @@ class LiveServer:
     """A server on a real socket, in a thread of this process."""
 
     url: str
-    backend: FakeBackend
+    backend: Backend
     state: Any
 
 

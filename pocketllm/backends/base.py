@@ -117,6 +117,8 @@ class EngineRequest:
 class TokenLogprobs:
     """Natural log probabilities at one generated token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
 
+    None is below -9999.0, which stands for what the model finds impossible.
+
     Args:
         logprob: of the token that was drawn; finite, at most 0.
         top: (id, logprob) of the most likely ids, most likely first, as many as were asked for; of equal ones the lower id comes first.
@@ -126,7 +128,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make it five times as slow to build, a row and a step
 class StepOutput:
     """What one engine step gave one row. Outputs of a row arrive in order; nothing follows a finish.
 

@@ -11,7 +11,6 @@ from pocketllm.text.schema_error import SchemaError
 
 _KEYS = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
-_MAX_NAME = 256
 _FORM = 'Send {"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}'
 
 
@@ -49,8 +48,8 @@ def _wrapped_schema(value: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _SCHEMA_KEYS and wrapper[key] is not None:
             raise _refusal(value, f'"json_schema" has no key {_summary(key)}', _FORM)
     name, description, strict = wrapper.get("name"), wrapper.get("description"), wrapper.get("strict")
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
-        raise _refusal(value, f'"json_schema" needs a "name" of 1 to {_MAX_NAME} characters', _FORM)
+    if name is not None and not isinstance(name, str):
+        raise _refusal(value, 'the "name" is no string', _FORM)
     if description is not None and not isinstance(description, str):
         raise _refusal(value, 'the "description" is no string', _FORM)
     if strict is not None and not isinstance(strict, bool):

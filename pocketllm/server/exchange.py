@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,7 +20,7 @@ from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, error_of, sse
 from pocketllm.server.body import read_json
 from pocketllm.server.metrics import Outcome, RequestClock
-from pocketllm.server.sse import ClientDisconnected, EventStream, unless_disconnected
+from pocketllm.server.sse import ClientDisconnected, EventStream, Write, unless_disconnected
 from pocketllm.server.state import ServerState
 
 logger = logging.getLogger("pocketllm.server")
@@ -110,50 +111,52 @@ class _Exchange:
             await self._release()
             raise
         unread = self._deadline + _UNREAD_SECONDS if self._deadline is not None else None
-        return EventStream(self._events(), self._headers, self._close_stream, unread)
+        return EventStream(self._write, self._headers, self._close_stream, unread)
 
     async def _collect(self) -> GenerationOutput:
         async for event in self._tokens:
             self._clock.event(event)
         return await self._tokens.result()
 
-    async def _events(self) -> AsyncGenerator[bytes]:
-        """The chunks of a stream. A failure is one error event; [DONE] comes last in any case."""
+    async def _write(self, write: Write) -> None:
+        """Write the chunks of a stream. A failure is one error event; [DONE] comes last in any case."""
         outcome: Outcome = "cancelled"
         try:
             if opening := self._answer.opening(self._num_choices):
-                yield opening
-            async for chunk in self._chunks():
-                yield chunk
+                await write(opening)
+            await self._write_events(write)
             outcome = self._reason
         except PocketLLMError as error:
             outcome = _outcome(error)
             if error.status_code == 500:
                 logger.error("Request %s failed", self._id, exc_info=error)
-            yield sse(error_of(error))
+            await write(sse(error_of(error)))
         except Exception:
             logger.exception("Request %s failed", self._id)
             outcome = "error"
-            yield sse(error_of(PocketLLMError("The server failed to answer; its log says why.")))
+            await write(sse(error_of(PocketLLMError("The server failed to answer; its log says why."))))
         finally:
             self._clock.end(outcome)
-        yield DONE
+        await write(DONE)
 
-    async def _chunks(self) -> AsyncGenerator[bytes]:
-        """What the events say, and a comment whenever nothing was said for a while, so that no proxy takes the connection for dead."""
-        loop = asyncio.get_running_loop()
-        silence = loop.time() + self._keep_alive if self._keep_alive else None
+    async def _write_events(self, write: Write) -> None:
+        """Write what the events say, and a comment whenever nothing was said for a while, so that no proxy takes the connection for dead."""
+        time_of = asyncio.get_running_loop().time
+        deadline = self._deadline if self._deadline is not None else math.inf
+        patience = self._keep_alive or math.inf
+        silence = time_of() + patience
         while not self._tokens.is_done:
-            events = await self._tokens.next_events(min((time for time in (self._deadline, silence) if time is not None), default=None))
-            chunk = b"".join(map(self._chunk, events))
-            now = loop.time()
-            if self._deadline is not None and now >= self._deadline and not self._tokens.is_done:
+            until = min(deadline, silence)
+            events = await self._tokens.next_events(until if until < math.inf else None)
+            chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
+            now = time_of()
+            if now >= deadline and not self._tokens.is_done:
                 raise self._timeout()
-            if not chunk and silence is not None and now >= silence:
+            if not chunk and now >= silence:
                 chunk = KEEP_ALIVE
             if chunk:
-                yield chunk
-                silence = now + self._keep_alive if self._keep_alive else None
+                await write(chunk)
+                silence = now + patience
 
     def _chunk(self, event: TokenEvent) -> bytes:
         self._clock.event(event)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
 
 logger = logging.getLogger("pocketllm.server")
 
@@ -51,19 +51,21 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A 200 whose body is `chunks`, sent as they come. When the client goes away, `chunks` is cancelled.
+    """A 200 whose body is what `produce` writes. When the client goes away, `produce` is cancelled.
 
     Args:
-        chunks: encoded events; it must not fail.
+        produce: writes encoded events, each awaited, and returns at the end of the stream; it must not fail.
         headers: beside the ones that event streams need.
         on_end: awaited once the answer is complete or the client has gone.
         deadline: time of the event loop at which a client that does not read its answer is given up, or None.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], headers: dict[str, str], on_end: Callable[[], Awaitable[None]], deadline: float | None = None) -> None:
+    def __init__(
+        self, produce: Callable[[Write], Awaitable[None]], headers: dict[str, str], on_end: Callable[[], Awaitable[None]], deadline: float | None = None
+    ) -> None:
         super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._produce = produce
         self._on_end = on_end
         self._deadline = deadline
 
@@ -80,7 +82,9 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._chunks) as chunks:
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+        def write(chunk: bytes) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+        await self._produce(write)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

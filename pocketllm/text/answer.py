@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pocketllm.backends.base import TokenLogprobs
 from pocketllm.outputs import Alternative, TokenLogprob, ToolCall
@@ -37,8 +38,7 @@ class Reading:
     has_logprobs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What some tokens add to a choice."""
 
     text: str = ""

@@ -262,15 +262,22 @@ _TOO_MUCH = re.compile(r"too (many|large|complex|big|deep)|limit|fuel|exceed|max
 
 def _compile_error(error: str, param: str) -> ConfigurationError | UnsupportedFeatureError:
     reason = _first_line(error)
+    reason = next((words for sign, words in _REASONS.items() if sign in reason), reason)
     if _TOO_MUCH.search(reason):
         return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
-    if "nsatisfiable" in reason:
+    if "nsatisfiable" in error:
         return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a schema that some value satisfies.', param=param)
-    named = next((keyword for sign, keyword in _KEYWORDS_OF_ERRORS.items() if sign in reason), "")
-    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({named}{reason}): send a simpler schema.', param=param)
+    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({reason}): send a simpler schema.', param=param)
 
 
-_KEYWORDS_OF_ERRORS = {"circular references": '"$ref": ', "patternProperty": '"patternProperties": ', "Properties only supported": '"minProperties": '}
+# What llguidance's errors mean, where they show its own regexes or name no keyword.
+_REASONS = {
+    "Unable to determine if regex is empty": 'a "pattern" with its lengths is too large',
+    "Regex is empty": '"pattern", "format" and the lengths leave no string',
+    "circular references": 'a "$ref" that recurs has other keywords beside it',
+    "patternProperty": 'the patterns of "patternProperties" may match the same name',
+    "Properties only supported": '"minProperties" or "maxProperties" meets optional properties',
+}
 
 
 def _step_error(error: str, param: str) -> ConfigurationError:

@@ -88,7 +88,7 @@ HIDDEN = {"refusal", "logprobs"}  # present as null on the full surface
 
 
 def engine() -> FakeBackend:
-    return fake(capabilities=Capabilities("fake", "none", 4, 1024, 256, **dict.fromkeys(FLAGS, True)))
+    return fake(tokens_per_second=200, capabilities=Capabilities("fake", "none", 4, 1024, 256, **dict.fromkeys(FLAGS, True)))
 
 
 def body_of(endpoint: Endpoint, fields: dict[str, Any]) -> dict[str, Any]:

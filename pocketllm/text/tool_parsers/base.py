@@ -49,8 +49,9 @@ class ToolSyntax(ABC):
         """A parser of one answer. `tools` are the request's, whose schemas type the arguments."""
 
     @abstractmethod
-    def grammar(self, tools: Tools, *, parallel: bool) -> str:
-        """An llguidance Lark grammar of an answer that is one call, or with `parallel` one or more, of `tools`, with typed arguments.
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
+        """An llguidance Lark grammar of an answer that is one call, or with `parallel` one or more, of `tools`, with typed arguments. With `optional` text may
+        come before the calls, and they may be missing.
 
         Raises:
             UnsupportedFeatureError: a schema can't be honoured; `param` is "tools" and the message names the keyword.

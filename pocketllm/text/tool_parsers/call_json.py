@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from pocketllm.outputs import ToolCall
 
-_PYTHON_TOKENS = re.compile(r"""'(?P<single>(?:[^'\\]|\\.)*)'|"(?P<double>(?:[^"\\]|\\.)*)"|(?P<word>\b(?:True|False|None)\b)""", re.DOTALL)
+_PYTHON_TOKENS = re.compile(r"""'(?P<single>(?:[^'\\\n]|\\.)*)'|"(?P<double>(?:[^"\\\n]|\\.)*)"|(?P<word>\b(?:True|False|None)\b)""", re.DOTALL)
 _PYTHON_ESCAPES = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 _WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -30,7 +30,7 @@ class Dsml(ToolSyntax):
     def parser(self, tools: Tools) -> ToolParser:
         return HeldParser(_BLOCK, [_calls])
 
-    def grammar(self, tools: Tools, *, parallel: bool) -> str:
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
         grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES)
         for index, tool in enumerate(grammar.tools):
             parts = [literal(f'{_INVOKE}{tool.name}">\n')]
@@ -51,8 +51,8 @@ class Dsml(ToolSyntax):
             parts.append(literal(f"{_INVOKE_END}\n"))
             grammar.define(f"call_{index}", " ".join(parts))
         call = f"({' | '.join(f'call_{index}' for index in range(len(grammar.tools)))})"
-        newline = literal(_BLOCK + "\n")
-        return grammar.text(f"{newline} {call}{'+' if parallel else ''} {literal(_BLOCK_END)}", {})
+        calls = f"{call}{'+' if parallel else ''} {literal(_BLOCK_END)}"
+        return grammar.text(_BLOCK + "\n", calls, {}, marker=_BLOCK if optional else None)
 
     def grammar_without_calls(self) -> str:
         return grammar_without(_BLOCK)

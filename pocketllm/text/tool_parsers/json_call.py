@@ -16,13 +16,13 @@ class JsonCalls(ToolSyntax):
     def parser(self, tools: Tools) -> ToolParser:
         return _JsonParser()
 
-    def grammar(self, tools: Tools, *, parallel: bool) -> str:
-        """One call, with `parallel` as well: a model that has not learnt to make calls would not know when to stop."""
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
+        """One call, with `parallel` and `optional` as well: only forced calls are written so, and a model that has not learnt to make any would not stop."""
         grammar = CallGrammar(tools, "", "")
         for index, tool in enumerate(grammar.tools):
             opening, closing = literal(f'{{"name": {write_json(tool.name)}, "arguments": '), literal("}")
             grammar.define(f"call_{index}", f"{opening} {grammar.arguments(tool)} {closing}")
-        return grammar.text(f"({' | '.join(f'call_{index}' for index in range(len(grammar.tools)))})", {})
+        return grammar.text("", f"({' | '.join(f'call_{index}' for index in range(len(grammar.tools)))})", {})
 
     def grammar_without_calls(self) -> None:
         return None

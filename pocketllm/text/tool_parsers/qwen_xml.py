@@ -41,7 +41,7 @@ class QwenXml(ToolSyntax):
         schemas = tool_schemas(tools)
         return HeldParser(_MARKER, [_Reader(schemas, strings=True).calls, _Reader(schemas, strings=False).calls])
 
-    def grammar(self, tools: Tools, *, parallel: bool) -> str:
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
         grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES + ">")
         for index, tool in enumerate(grammar.tools):
             parts = [literal(f"{_FUNCTION}{tool.name}>\n")]
@@ -61,7 +61,7 @@ class QwenXml(ToolSyntax):
             grammar.define(f"call_{index}", " ".join(parts))
         names = " | ".join(f"call_{index}" for index in range(len(grammar.tools)))
         more = f" ({literal(_NEWLINE + _MARKER + _NEWLINE)} call)*" if parallel else ""
-        return grammar.text(f"{literal(_MARKER + _NEWLINE)} call{more}", {"call": names})
+        return grammar.text(_MARKER + _NEWLINE, f"call{more}", {"call": names}, marker=_MARKER if optional else None)
 
     def grammar_without_calls(self) -> str:
         return grammar_without(_MARKER)

@@ -23,6 +23,7 @@ _FORMATS = {
     "uri": r"[A-Za-z][A-Za-z0-9+.-]{0,20}:\/\/[A-Za-z0-9._~:\/?#@!$&'()*+,;=%-]{1,2000}",
 }
 _MAX_LENGTH = 100_000
+_MOST_CHARACTERS = 2_000  # a larger maxLength is taken for this: a character costs about ten of the 30,000 states that the limits of text/grammar.py allow
 # JSON Schema's patterns are ECMAScript's, whose classes are ASCII; llguidance's are Unicode's.
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[A-Za-z0-9_]", "D": "[^0-9]", "W": "[^A-Za-z0-9_]"}
 _TOKEN = re.compile(r"\\u([0-9a-fA-F]{4})|\\c([A-Za-z])|\\(.)|(.)", re.DOTALL)
@@ -44,16 +45,33 @@ def string_expression(schema: Mapping[str, Any], without: str) -> str:
             raise InvalidPattern(f'"{key}" that is no whole number from 0 to {_MAX_LENGTH}')
     if high is not None and high < low:
         raise InvalidPattern('"maxLength" below "minLength"')
-    parts = [f"/(?s:.{{{int(low)},{'' if high is None else int(high)}}})/" if low or high is not None else "/(?s:.*)/"]
+    parts = [text_without(without)]
+    if low or high is not None:
+        if low > _MOST_CHARACTERS:
+            raise InvalidPattern(f'a "minLength" above {_MOST_CHARACTERS}')
+        parts.append(f"/(?s:.{{{int(low)},{'' if high is None else min(int(high), _MOST_CHARACTERS)}}})/")
     if "pattern" in schema:
         parts.append(f"/{_anywhere(schema['pattern'])}/")
     if "format" in schema:
         if schema["format"] not in _FORMATS:
             raise InvalidPattern(f'the "format" {schema["format"]!r}')
         parts.append(f"/{_FORMATS[schema['format']]}/")
-    escaped = without.replace("/", r"\/").replace("|", r"\|")
-    parts.append(f"~/(?s:.*){escaped}(?s:.*)/")
     return f"({' & '.join(parts)})"
+
+
+def text_without(tag: str) -> str:
+    """A Lark expression of any text that does not hold `tag`, which starts with "<" and has no other.
+
+    It is spelled out, because with a complement llguidance gives up on expressions of long strings, and can't always tell that one has ended.
+    """
+    rest = tag[1:]
+    assert tag[0] == "<" and "<" not in rest
+    escaped = [{"/": r"\/", "|": r"\|"}.get(character, character) for character in rest]
+    prefix = ""  # a beginning of the tag, without its "<", that is not all of it
+    for character in reversed(escaped[:-1]):
+        prefix = f"(?:{character}{prefix})?"
+    broken_off = "|".join(f"{''.join(escaped[:length])}[^{escaped[length]}<]" for length in range(len(rest)))
+    return f"/(?:[^<]|(?:<{prefix})*<(?:{broken_off}))*(?:<{prefix})*/"
 
 
 def _anywhere(pattern: Any) -> str:
@@ -79,6 +97,8 @@ def _anywhere(pattern: Any) -> str:
             piece = r"\[" if plain == "[" else (rf"\{plain}" if plain in "&~/" else piece)
         elif plain == "[":
             in_class = True
+        elif pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), token.start()):
+            raise InvalidPattern('a "pattern" that looks ahead or behind')
         elif plain in "()":
             depth += 1 if plain == "(" else -1
         elif plain == "|" and depth == 0:

@@ -60,40 +60,31 @@ class ToolSchema:
 
     def types(self, schema: Any) -> tuple[str, ...]:
         """The JSON types that a schema allows, in its order; none where it declares none, or none that JSON Schema knows."""
-        found: dict[str, None] = {}
-        self._collect(schema, found, _MAX_REFERENCES)
-        return tuple(found)
+        return tuple(self._types(schema, set(), _MAX_REFERENCES) or ())
 
-    def _collect(self, schema: Any, found: dict[str, None], depth: int) -> None:
+    def _types(self, schema: Any, seen: set[int], depth: int) -> dict[str, None] | None:
+        """As `types`; None where the schema is one of those `seen`, which has had its say, or lies too deep."""
+        if id(schema) in seen or not depth:
+            return None
+        seen.add(id(schema))
         schema = self.resolve(schema)
         if not isinstance(schema, Mapping):
-            return
+            return {}
         declared = schema.get("type")
         if declared is not None:
-            names = [declared] if isinstance(declared, str) else declared
-            found.update(dict.fromkeys(name for name in names if name in TYPES) if isinstance(names, Sequence) else {})
-        elif (members := literals(schema)) is not None:
-            found.update(dict.fromkeys(map(json_type, members)))
-        else:
-            for key in ("anyOf", "oneOf"):
-                branches = schema.get(key)
-                for branch in branches if isinstance(branches, Sequence) and depth else ():
-                    before = len(found)
-                    self._collect(branch, found, depth - 1)
-                    if len(found) == before and not self.types_declared(branch):
-                        found["string"] = None  # a branch of no type takes any text
-            parts = schema.get("allOf")
-            if isinstance(parts, Sequence) and depth:
-                sets = [types for part in parts if (types := self._types_at(part, depth - 1))]
-                found.update(dict.fromkeys(name for name in (sets[0] if sets else ()) if all(name in types for types in sets)))
-
-    def _types_at(self, schema: Any, depth: int) -> tuple[str, ...]:
+            names = [declared] if isinstance(declared, str) else (declared if isinstance(declared, list) else [])
+            return dict.fromkeys(name for name in names if name in TYPES)
+        if (members := literals(schema)) is not None:
+            return dict.fromkeys(map(json_type, members))
         found: dict[str, None] = {}
-        self._collect(schema, found, depth)
-        return tuple(found)
-
-    def types_declared(self, schema: Any) -> bool:
-        return bool(self._types_at(schema, 4))
+        for key in ("anyOf", "oneOf"):
+            for branch in _listed(schema, key):
+                types = self._types(branch, seen, depth - 1)
+                if types is not None:
+                    found.update(types or {"string": None})  # a branch of no type takes any text
+        parts = [types for part in _listed(schema, "allOf") if (types := self._types(part, seen, depth - 1))]
+        found.update(dict.fromkeys(name for name in (parts[0] if parts else ()) if all(name in types for types in parts)))
+        return found
 
     def dangling(self, schema: Any) -> str | None:
         """The first `$ref` on the way to what `schema` stands for that can't be followed, or leads in a circle."""
@@ -126,6 +117,11 @@ class ToolSchema:
 def tool_schemas(tools: Tools) -> dict[str, ToolSchema]:
     """The schemas by their functions' names."""
     return {schema.name: schema for schema in map(ToolSchema, tools)}
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    branches = schema.get(key)
+    return branches if isinstance(branches, list) else []
 
 
 def literals(schema: Mapping[str, Any]) -> list[Any] | None:

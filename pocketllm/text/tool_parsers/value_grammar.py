@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
-from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression
+from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression, text_without
 from pocketllm.text.tool_parsers.tool_schema import ToolSchema, json_type, literals
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no white space that a model could go on with forever
@@ -21,6 +22,7 @@ _ANNOTATIONS = frozenset(
 _OBJECT_KEYS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 _EVERY_TYPE_KEYS = ("not", "if", "then", "else", "allOf", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
+_POSITION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # what llguidance's messages begin with
 
 # What a text that is read as another type looks like, by that type. Only the number and the brackets say it at their first characters.
 _SPACE = r"[ \t\r\n]*"
@@ -173,13 +175,24 @@ class CallGrammar:
             schema["additionalProperties"] = False
         return self.json(tool, "", schema)
 
-    def text(self, start: str, more: Mapping[str, str]) -> str:
-        """The whole grammar: `start`, perhaps after the empty line that a model puts after its reasoning.
+    def text(self, opening: str, calls: str, more: Mapping[str, str], *, marker: str | None = None) -> str:
+        """The whole grammar: calls, perhaps after the empty line that a model puts after its reasoning; or, with `marker`, any text that calls may end.
+
+        Args:
+            opening: what comes before the first call.
+            calls: an expression of all that follows it.
+            more: further rules.
+            marker: the beginning of `opening`, which no text but that of calls holds.
 
         Raises:
             UnsupportedFeatureError: llguidance can't honour a schema.
         """
-        rules = {"start": f"LEAD? {start}", "LEAD": r'"\n" | "\n\n"', **more, **self._rules}
+        if marker is None:
+            rules = {"start": f"LEAD? {literal(opening) if opening else ''} {calls}", "LEAD": r'"\n" | "\n\n"'}
+        else:
+            free = text_without(marker)  # the text and the opening are one terminal, so that nothing has to be read twice
+            rules = {"start": f"TEXT | HEAD {calls}", "TEXT": free, "HEAD": f"{free} {literal(opening)}"}
+        rules |= {**more, **self._rules}
         grammar = _lark(rules)
         if _fault(grammar):
             for name, (tool_name, parameter) in self._owners.items():
@@ -284,8 +297,7 @@ def literal(text: str) -> str:
 
 def grammar_without(marker: str) -> str:
     """A grammar of any text that does not hold `marker`."""
-    escaped = marker.replace("/", r"\/").replace("|", r"\|")
-    return _lark({"start": "TEXT", "TEXT": f"/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/"})
+    return _lark({"start": "TEXT", "TEXT": text_without(marker)})
 
 
 def _lark(rules: Mapping[str, str]) -> str:
@@ -297,7 +309,7 @@ def _fault(grammar: str) -> str:
     from llguidance import LLMatcher  # only where a call is forced
 
     refused, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return " ".join(messages[0].split("\n")[0].split()) if refused else ""
+    return _POSITION.sub("", " ".join(messages[0].split("\n")[0].split())) if refused else ""
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,238 @@
+"""What the HTTP front end costs: tokens that one core streams, and the delay of the first one, side by side with a bare SSE loop.
+
+    python benchmarks/serving.py [--rounds 5] [--seconds 4]
+
+No model runs: both servers answer at a set rate. Rounds alternate between the two. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from hardware import ROOT, describe_code, describe_hardware, slug
+from load_generator import Load, LoadError, LoadGenerator
+
+_LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 1000, 1000))
+_SIDES = ("pocketllm", "bare")
+_BUSY = 0.9  # share of its core from which on the client may be what limits the figure
+_READY = re.compile(r"is ready at (http://\S+)")
+_PACKAGES = ("uvicorn", "starlette", "h11", "httptools", "uvloop")
+
+
+class Server:
+    """A server process on one core.
+
+    Args:
+        command: starts it; it says on stderr where it is ready.
+        core: the one that it may use.
+    """
+
+    def __init__(self, command: list[str], core: int) -> None:
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+        assert self._process.stderr is not None
+        self._stats = psutil.Process(self._process.pid)
+        self._stats.cpu_affinity([core])  # threads that it starts from here on inherit this
+        self._lines: deque[str] = deque(maxlen=20)
+        self._is_ready = threading.Event()
+        self.url = ""
+        threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True).start()
+        if not self._is_ready.wait(60) or not self.url:
+            self.close()
+            raise LoadError(f"{shlex.join(command)} did not start: {' '.join(self._lines)}")
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far."""
+        times = self._stats.cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self, stderr: IO[str]) -> None:
+        for line in stderr:
+            self._lines.append(line.strip())
+            if not self.url and (found := _READY.search(line)):
+                self.url = found[1]
+                self._is_ready.set()
+        self._is_ready.set()
+
+
+def main() -> int:
+    try:
+        return _run(_parse(sys.argv[1:]))
+    except LoadError as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    cores = psutil.Process().cpu_affinity()
+    if len(cores) < 2:
+        raise LoadError("this process may use one core only: the server and the clients need one each")
+    server_core, client_core = cores[0], cores[-1]
+    psutil.Process().cpu_affinity([client_core])
+    loads = [load for load in _LOADS if not options.load or load.name in options.load]
+    servers: dict[tuple[str, int], Server] = {}
+    samples: list[dict[str, Any]] = []
+    try:
+        for rate in sorted({load.rate for load in loads}):
+            for side in _SIDES:
+                servers[side, rate] = Server(_command(side, rate), server_core)
+        for number in range(options.rounds):
+            for load in loads:
+                for side in _SIDES if number % 2 == 0 else _SIDES[::-1]:
+                    sample = _measure(servers[side, load.rate], load, options, seed=number)
+                    samples.append({"round": number + 1, "load": load.name, "side": side, **sample})
+                    print(f"round {number + 1}/{options.rounds} {load.name} {side}: {_line(sample)}", file=sys.stderr)
+    finally:
+        for server in servers.values():
+            server.close()
+    report: dict[str, Any] = {
+        "benchmark": "serving",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
+        "code": describe_code() | {name: _version(name) for name in _PACKAGES},
+        "hardware": describe_hardware(),
+        "settings": {"rounds": options.rounds, "seconds": options.seconds, "warm_up": options.warm_up, "server_core": server_core, "client_core": client_core},
+        "samples": samples,
+        "summary": {load.name: _summary(load, samples) for load in loads},
+    }
+    output = options.output or ROOT / "benchmarks" / "results" / slug(report["hardware"]) / "serving.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(_table(report))
+    print(f"\nWritten to {output}")
+    return 0
+
+
+def _command(side: str, rate: int) -> list[str]:
+    if side == "bare":
+        return [sys.executable, str(ROOT / "benchmarks" / "sse_limit.py"), "--tokens-per-second", str(rate)]
+    fake = {"tokens_per_second": rate, "max_slots": max(load.streams for load in _LOADS), "context_length": 4096}
+    return [sys.executable, str(ROOT / "tests" / "server" / "fake_server.py"), json.dumps({"server": {"port": 0}, "fake": fake})]
+
+
+def _measure(server: Server, load: Load, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    clients = LoadGenerator(server.url, load, seed)
+    clients.start(options.warm_up)
+    cpu = server.cpu_seconds()
+    traffic = clients.measure(options.seconds)
+    cpu = server.cpu_seconds() - cpu
+    clients.drain()
+    time.sleep(0.1)
+    if not traffic.tokens or not traffic.first_token:
+        raise LoadError(f"nothing was streamed in {traffic.seconds:.1f} s at {load.name}")
+    ordered = sorted(traffic.first_token)
+    return {
+        "tokens_per_s": traffic.tokens / traffic.seconds,
+        "tokens_per_event": traffic.tokens / traffic.events,
+        "requests": len(ordered),
+        "first_token_p50_ms": statistics.median(ordered) * 1e3,
+        "first_token_p99_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] * 1e3,
+        "server_cpu_us_per_token": cpu / traffic.tokens * 1e6,
+        "server_cpu_share": cpu / traffic.seconds,
+        "client_cpu_share": traffic.client_cpu / traffic.seconds,
+    }
+
+
+def _summary(load: Load, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = {side: [one for one in samples if one["side"] == side and one["load"] == load.name] for side in _SIDES}
+    keys = ("tokens_per_s", "tokens_per_event", "first_token_p50_ms", "first_token_p99_ms", "server_cpu_us_per_token", "server_cpu_share", "client_cpu_share")
+    added = [ours["first_token_p50_ms"] - bare["first_token_p50_ms"] for ours, bare in zip(rows["pocketllm"], rows["bare"], strict=True)]
+    return {
+        "streams": load.streams,
+        "tokens_per_s_a_stream": load.rate,
+        "offered_tokens_per_s": load.offered,
+        **{side: {key: _spread([one[key] for one in rows[side]]) for key in keys} for side in _SIDES},
+        "added_first_token_p50_ms": _spread(added),
+        "client_may_limit": [side for side in _SIDES if any(one["client_cpu_share"] > _BUSY for one in rows[side])],
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        "| load | server | tokens/s carried | tokens an event | CPU us/token | CPU share | first token p50, ms | p99, ms | added p50, ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in report["summary"].items():
+        for side in _SIDES:
+            one = row[side]
+            added = _range(row["added_first_token_p50_ms"], 2) if side == "pocketllm" else "-"
+            lines.append(
+                f"| {name} | {side} | {_range(one['tokens_per_s'], 0)} | {one['tokens_per_event']['median']:.1f} | {_range(one['server_cpu_us_per_token'], 1)} "
+                f"| {one['server_cpu_share']['median']:.0%} | {_range(one['first_token_p50_ms'], 2)} | {_range(one['first_token_p99_ms'], 2)} | {added} |"
+            )
+    lines += [
+        "",
+        f"{report['hardware']['cpu']}, one core for the server and one for the clients, {report['settings']['rounds']} alternating rounds, "
+        f"medians (min to max), commit {report['code']['commit']}.",
+    ]
+    for name, row in report["summary"].items():
+        if row["client_may_limit"]:
+            sides = " and ".join(row["client_may_limit"])
+            lines.append(f"At {name} the clients used more than {_BUSY:.0%} of their core against {sides}: they may be the limit.")
+    return "\n".join(lines)
+
+
+def _line(sample: dict[str, Any]) -> str:
+    return (
+        f"{sample['tokens_per_s']:,.0f} tokens/s, {sample['tokens_per_event']:.1f} an event, {sample['server_cpu_us_per_token']:.1f} us/token, "
+        f"first token {sample['first_token_p50_ms']:.2f} ms (p99 {sample['first_token_p99_ms']:.2f}), "
+        f"CPU server {sample['server_cpu_share']:.0%} client {sample['client_cpu_share']:.0%}"
+    )
+
+
+def _range(side: dict[str, float], digits: int) -> str:
+    return f"{side['median']:,.{digits}f} ({side['min']:,.{digits}f} to {side['max']:,.{digits}f})"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure the HTTP front end over the fake backend, and a bare SSE loop beside it.")
+    parser.add_argument("--rounds", type=_positive, default=5, help="alternating rounds [5]")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measured time of each sample [4]")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="time under load before it [1]")
+    parser.add_argument("--load", action="append", choices=[load.name for load in _LOADS], help="streams x tokens/s, may be repeated [all]")
+    parser.add_argument("--output", type=Path, help="result file [benchmarks/results/<hardware>/serving.json]")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Gives each hostile schema to the grammar compiler and prints, one JSON line a schema, what came of it and what it cost.
+
+A program of its own: what it tries to bring down is the process that runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pocketllm.errors import PocketLLMError
+from pocketllm.text.grammar import GrammarCompiler, response_format_grammar
+from tests.conformance.json_schemas import response_format
+from tests.grammar_sampling import EOS, byte_tokenizer, sample
+
+STRING = {"type": "string"}
+
+
+def nested(count: int, wrap: Callable[[Any], Any], leaf: Any = STRING) -> Any:
+    for _ in range(count):
+        leaf = wrap(leaf)
+    return leaf
+
+
+def pattern(text: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": text}
+
+
+def chain(count: int, link: Callable[[str], Any]) -> dict[str, Any]:
+    return {"$ref": "#/$defs/d0", "$defs": {**{f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(count)}, f"d{count}": STRING}}
+
+
+def wide(count: int, prefix: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"{prefix}_property_{i}": STRING for i in range(count)}}
+
+
+def choice(kind: str, count: int) -> dict[str, Any]:
+    return {"anyOf": [{"type": "object", "properties": {f"{kind}{i}": {"enum": [1, 2]}}, "required": [f"{kind}{i}"]} for i in range(count)]}
+
+
+# name: (status that has to come, schema); a schema within the limits may also be refused, but must do no harm
+HOSTILE: dict[str, tuple[int, Callable[[], Any]]] = {
+    "10,000 nested parentheses": (400, lambda: pattern("(" * 10_000 + ")" * 10_000)),
+    "1,000 nested parentheses": (400, lambda: pattern("(" * 1_000 + "a" + ")" * 1_000)),
+    "5,000 levels of properties": (400, lambda: nested(5_000, lambda inner: {"type": "object", "properties": {"a": inner}})),
+    "5,000 levels of items": (400, lambda: nested(5_000, lambda inner: {"items": inner})),
+    "5,000 levels of allOf": (400, lambda: nested(5_000, lambda inner: {"allOf": [inner]})),
+    "5,000 levels in a constant": (400, lambda: {"const": nested(5_000, lambda inner: [inner], 1)}),
+    "30 levels": (200, lambda: nested(30, lambda inner: {"type": "object", "properties": {"a": inner}, "required": ["a"]})),
+    "100k enum values": (400, lambda: {"enum": [f"value {i}" for i in range(100_000)]}),
+    "2,000 enum values": (200, lambda: {"enum": [f"value number {i} " * 5 for i in range(2_000)]}),
+    "500 enum objects": (200, lambda: {"enum": [{"a": i, "b": [i]} for i in range(500)]}),
+    "100k properties": (400, lambda: wide(100_000, "a")),
+    "400 properties": (200, lambda: wide(400, "a")),
+    "400 properties four times over": (400, lambda: {"allOf": [wide(400, str(i)) for i in range(4)]}),
+    "one of 1,600 properties": (400, lambda: {"anyOf": [wide(400, str(i)) for i in range(4)]}),
+    "huge repeat": (400, lambda: pattern("x{1,100000}")),
+    "huge repeat of repeats": (400, lambda: pattern("((a{1,50}){1,50}){1,50}")),
+    "large repeat of repeats": (200, lambda: pattern("^([a-z]{0,60}){0,60}$")),
+    "100k branches": (400, lambda: pattern("|".join(["(a|b)"] * 100_000))),
+    "exponential automaton": (200, lambda: pattern("^.*a.{200}$")),
+    "exponential automaton in branches": (200, lambda: pattern("^(?:.*a.{90}|.*b.{91}|.*c.{92})$")),
+    "ambiguous repeats": (200, lambda: pattern("^(a|aa|aaa|b|ab)*(.*a.{0,300})(.*b.{300})$")),
+    "pattern against length": (200, lambda: {**pattern("^.*a.{50}.*$"), "minLength": 500, "maxLength": 1_000}),
+    "10,000 references": (400, lambda: chain(10_000, lambda to: {"$ref": to})),
+    "299 references": (200, lambda: chain(299, lambda to: {"$ref": to})),
+    "references doubled 40 times": (200, lambda: chain(40, lambda to: {"allOf": [{"$ref": to}, {"$ref": to}]})),
+    "branching references": (200, lambda: chain(200, lambda to: {"anyOf": [{"$ref": to}, {"type": "array", "items": {"$ref": to}}]})),
+    "deep branching references": (200, lambda: chain(290, lambda to: nested(2, lambda inner: {"anyOf": [{"allOf": [inner]}]}, {"$ref": to}))),
+    "long recursion": (400, lambda: {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + 1) % 299}"}, STRING]} for i in range(299)}}),
+    "product of branches": (400, lambda: {"allOf": [choice(f"p{i}_", 10) for i in range(20)]}),
+    "smaller product of branches": (200, lambda: {"allOf": [choice(f"p{i}_", 2) for i in range(8)]}),
+    "recursion that meets itself": (
+        400,
+        lambda: {
+            "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {
+                "a": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"$ref": "#/$defs/b"}}},
+                "b": {"type": "object", "properties": {"x": {"$ref": "#/$defs/b"}, "y": {"$ref": "#/$defs/a"}}},
+            },
+        },
+    ),
+    "minLength 10**9": (400, lambda: {"type": "string", "minLength": 10**9}),
+    "maxLength 10**9": (200, lambda: {"type": "string", "maxLength": 10**9}),
+    "minItems 10**6": (400, lambda: {"type": "array", "minItems": 10**6}),
+    "500 items of 500 items": (200, lambda: nested(3, lambda inner: {"type": "array", "minItems": 500, "items": inner})),
+    "maxItems within maxItems": (200, lambda: nested(30, lambda inner: {"type": "array", "maxItems": 500, "items": inner})),
+    "large common multiple": (400, lambda: {"type": "integer", "allOf": [{"multipleOf": m} for m in (9973, 9967, 9949)]}),
+    "4,000 digits": (400, lambda: {"minimum": 10**4000}),
+    "constant of 4,000 digits": (400, lambda: {"enum": [10**4000]}),
+    "name of a million characters": (400, lambda: {"properties": {"x" * 1_000_000: STRING}}),
+    "500 exclusive branches": (400, lambda: {"oneOf": [{"properties": {"k": {"const": i}}, "required": ["k"], "type": "object"} for i in range(500)]}),
+    "400 multiples": (200, lambda: {"anyOf": [{"type": "integer", "multipleOf": m} for m in range(9_000, 9_400)]}),
+    "300 patterns": (200, lambda: {"anyOf": [pattern(f"a{i}.*b.{{0,50}}c") for i in range(300)]}),
+}
+
+
+class Clock:
+    """The longest time that this thread did not get to run."""
+
+    def __init__(self) -> None:
+        self.gap = 0.0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while True:
+            time.sleep(0.002)
+            now = time.perf_counter()
+            self.gap = max(self.gap, now - last)
+            last = now
+
+
+def megabytes() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def main() -> None:
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    compiler.prepare()
+    clock = Clock()
+    for name, (expected, build) in HOSTILE.items():
+        schema = build()
+        before, start, status, slowest = megabytes(), time.perf_counter(), 200, 0.0
+        clock.gap = 0.0
+        seconds = 0.0
+        try:
+            constraint = compiler.constraint(response_format_grammar(response_format(schema)), frozenset({EOS}), param="response_format")
+            seconds = time.perf_counter() - start
+            slowest = _slowest_mask(constraint, tokenizer)
+        except PocketLLMError as error:
+            status = error.status_code
+        seconds = seconds or time.perf_counter() - start
+        result = {"name": name, "expected": expected, "status": status, "seconds": seconds, "megabytes": megabytes() - before, "gap": clock.gap}
+        print(json.dumps({**result, "slowest_mask": slowest}), flush=True)
+
+
+def _slowest_mask(constraint: Any, tokenizer: Any) -> float:
+    slowest = 0.0
+    fill = constraint.fill
+
+    def timed(mask: Any) -> None:
+        nonlocal slowest
+        start = time.perf_counter()
+        fill(mask)
+        slowest = max(slowest, time.perf_counter() - start)
+
+    constraint.fill = timed
+    sample(constraint, tokenizer, tokenizer.vocab_size, 0, max_tokens=150)
+    return slowest
+
+
+if __name__ == "__main__":
+    main()

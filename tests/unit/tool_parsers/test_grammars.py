@@ -1,0 +1,230 @@
+"""Grammars of calls: whatever they let a model write is a call whose arguments the tool's schema allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import llguidance
+import pytest
+
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.text.tool_parsers import ToolSyntax
+from tests.unit.tool_parsers.answers import DSML, QWEN, SYNTAXES, tool, write_dsml, write_qwen
+
+EOS = 256
+
+
+class _Bytes:
+    """A vocabulary of one token for each byte."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<eos>")
+    special_token_ids = (EOS,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+# What ends the parts of a call: random bytes alone would hardly ever write it.
+VALUE_ENDS = {"qwen": "\n</parameter>\n", "dsml": "</｜DSML｜parameter>\n", "json": '"'}  # noqa: RUF001
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "$defs": {
+        "Color": {"enum": ["red", "grün", 'a"b']},
+        "Point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "next": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}},
+            "required": ["x"],
+        },
+    },
+    "properties": {
+        "text": {"type": "string", "description": "any"},
+        "whole": {"type": "integer"},
+        "real": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": ["boolean", "null"]}}, "additionalProperties": False}},
+        "choice": {"enum": ["a", "b"]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "union": {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "color": {"$ref": "#/$defs/Color"},
+        "point": {"$ref": "#/$defs/Point"},
+        "short": {"type": "string", "minLength": 2, "maxLength": 5},
+        "pattern": {"type": "string", "pattern": r"^[a-c\/]+\d{2}$"},
+        "found": {"type": "string", "pattern": "b|^c/"},
+        "when": {"type": "string", "format": "date-time"},
+        "mixed": {"enum": [1, "1", None, "x", True]},
+        "types": {"type": ["string", "null", "integer"]},
+        "flags": {"type": ["boolean", "string"]},
+        "any": {},
+        "constant": {"const": "z"},
+        "nothing": {"type": "null"},
+        "range": {"type": "integer", "minimum": -3, "maximum": 12},
+        "object": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["text", "union", "pattern"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "g"}},
+    {"type": "function", "function": {"name": "h", "parameters": {}}},
+    tool("k", ["a", "b"], a={"type": "number"}, b={"type": "string"}),
+]
+
+
+def generate(grammar: str, seed: int, value_end: str = '"', limit: int = 2500) -> bytes | None:
+    """A random text of the grammar, or None where it did not come to an end."""
+    rng = random.Random(seed)
+    matcher = llguidance.LLMatcher(VOCABULARY, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    endings = [list(ending.encode()) for ending in (value_end, '"', "]", "}")]
+    text: list[int] = []
+    while len(text) < limit:
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(EOS + 1) if mask[token >> 3] >> (token & 7) & 1]
+        assert allowed, f"no way on after {bytes(text)!r}"
+        if allowed[-1] == EOS and (len(allowed) == 1 or rng.random() < 0.5):
+            return bytes(text)
+        step = [rng.choice(allowed[:-1] if allowed[-1] == EOS else allowed)]
+        if rng.random() < (0.1 if len(text) < 300 else 0.5):
+            step = next((ending for ending in endings if matcher.validate_tokens(ending) == len(ending)), step)
+        for token in step:
+            assert matcher.consume_token(token), matcher.get_error()
+        text += step
+    return None
+
+
+def allows(grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(VOCABULARY, grammar, log_level=0)
+    encoded = list(text.encode())
+    return matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_all_that_a_grammar_allows_is_calls_that_fit_the_schemas(name: str, parallel: bool) -> None:
+    grammar = SYNTAXES[name].grammar(TOOLS, parallel=parallel)
+    schemas = {one["function"]["name"]: one["function"].get("parameters") or {"additionalProperties": False} for one in TOOLS}
+    called = []
+    for seed in range(40):
+        text = generate(grammar, seed, VALUE_ENDS[name])
+        if text is None:
+            continue
+        parser = SYNTAXES[name].parser(TOOLS)
+        assert parser.feed(text.decode()) == ""
+        end = parser.finish()
+        assert end.text == ""
+        assert 1 <= len(end.calls) <= (100 if parallel and name != "json" else 1)
+        for call in end.calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+            called.append(call.name)
+    assert set(called) == {"f", "g", "h", "k"}
+    assert len(called) >= 15
+
+
+@pytest.mark.parametrize(("syntax", "marker"), [(QWEN, "<tool_call>"), (DSML, "<｜DSML｜tool_calls>")])  # noqa: RUF001
+def test_a_grammar_of_answers_without_calls(syntax: ToolSyntax, marker: str) -> None:
+    grammar = syntax.grammar_without_calls()
+    assert grammar is not None
+    for text in ("", "\n\n", f"a {marker[:-1]}", f"{marker[:-1]}{marker[:4]} <<", "<b>é🦀</b>", marker[:-1] + "<" + marker[2:]):
+        assert allows(grammar, text)
+    assert not allows(grammar, f"é {marker}")
+    assert not allows(grammar, marker[:5] + marker + " x")
+    assert all(marker.encode() not in (generate(grammar, seed) or b"") for seed in range(5))
+
+
+def test_the_model_s_own_way_of_writing_is_allowed() -> None:
+    tools = [tool("f", ["s"], s={"type": "string"}, n={"type": "integer"}, o={"type": "array"}), tool("g")]
+    call = write_qwen("f", {"s": "<b>\n\nhi</b> ", "n": 3, "o": [1, "a", None]})
+    grammar = QWEN.grammar(tools, parallel=True)
+    for text in (call, f"\n\n{call}", f"{call}\n{call}", write_qwen("f", {"s": ""}), write_qwen("g", {})):
+        assert allows(grammar, text)
+    for text in (f"{call} ", f"\n\n\n{call}", f"Hi {call}", write_qwen("f", {"n": 3}), write_qwen("f", {"n": 3, "s": ""}), write_qwen("h", {}), ""):
+        assert not allows(grammar, text)
+    assert not allows(QWEN.grammar(tools, parallel=False), f"{call}\n{call}")
+    grammar = DSML.grammar(tools, parallel=True)
+    for text in (write_dsml(("f", {"s": "a", "n": 3, "o": [1, {"a": None}]}), ("g", {})), write_dsml(("g", {})), write_dsml(("g", {})).strip()):
+        assert allows(grammar, text)
+    assert not allows(grammar, write_dsml(("f", {"s": 1})))
+    assert not allows(DSML.grammar(tools, parallel=False), write_dsml(("g", {}), ("g", {})))
+
+
+def test_long_bounded_text_does_not_exhaust_the_grammar() -> None:
+    grammar = QWEN.grammar([tool("f", ["s"], s={"type": "string", "maxLength": 50_000})], parallel=False)
+    assert allows(grammar, write_qwen("f", {"s": "<b>é</b> </p> " * 140}))
+    assert not allows(grammar, write_qwen("f", {"s": "x" * 2001}))
+
+
+@pytest.mark.parametrize("name", ["qwen", "dsml"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "pattern": "a(?=b)"}, "look"),
+        ({"type": "string", "pattern": r"\bx"}, "pattern"),
+        ({"type": "string", "pattern": "a^b"}, "pattern"),
+        ({"type": "string", "pattern": 5}, "pattern"),
+        ({"type": "string", "format": "isbn"}, "format"),
+        ({"type": "string", "maxLength": -1}, "maxLength"),
+        ({"type": "string", "not": {"const": "x"}}, '"not"'),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "integer", "not": {"const": 3}}, "not"),
+        ({"$ref": "#/$defs/missing"}, "$ref"),
+        ({"type": "array", "items": {"$ref": "#/properties/x"}}, "$ref"),
+        ({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}, "oneOf"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 3}, "minLength"),
+        ({"type": "string", "enum": [1]}, "list of values"),
+        (False, "false"),
+    ],
+)
+def test_a_schema_that_can_not_be_enforced_is_named(name: str, schema: Any, keyword: str) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        SYNTAXES[name].grammar([tool("fine"), tool("bad", ["x"], x=schema)], parallel=True)
+    assert caught.value.param == "tools"
+    assert "\n" not in caught.value.message
+    for part in ('the parameter "x" of "bad"', keyword):
+        assert part in caught.value.message
+
+
+def test_what_the_whole_object_asks_for_is_named_too() -> None:
+    function = {"name": "bad", "parameters": {"type": "object", "properties": {"x": {}}, "dependentRequired": {"x": ["y"]}}}
+    for syntax in SYNTAXES.values():
+        with pytest.raises(UnsupportedFeatureError, match=r'the parameters of "bad".*dependentRequired'):
+            syntax.grammar([{"type": "function", "function": function}], parallel=False)
+    with pytest.raises(UnsupportedFeatureError, match='the name "a>b"'):
+        QWEN.grammar([tool("f", **{"a>b": {"type": "string"}})], parallel=False)
+    with pytest.raises(ConfigurationError, match='"tools" is empty'):
+        QWEN.grammar([], parallel=False)
+
+
+def test_a_schema_of_thousands_of_levels_is_refused() -> None:
+    schema: dict[str, Any] = {"type": "array"}
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    for syntax in SYNTAXES.values():
+        with pytest.raises(UnsupportedFeatureError, match="levels"):
+            syntax.grammar([tool("f", x=schema)], parallel=False)
+
+
+def qwen_calls(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "\n".join(write_qwen(name, arguments) for name, arguments in calls)
+
+
+@pytest.mark.parametrize(("syntax", "write"), [(QWEN, qwen_calls), (DSML, write_dsml)])
+def test_a_grammar_of_text_that_calls_may_end(syntax: ToolSyntax, write: Callable[..., str]) -> None:
+    call = write(("k", {"a": 1, "b": "x"})).lstrip("\n")
+    one, several = (syntax.grammar(TOOLS, parallel=parallel, optional=True) for parallel in (False, True))
+    for text in ("", "no call <tool", "thinking…\n\n", call, f"First:\n\n{call}", f"<{call}"):
+        assert allows(one, text), text
+        assert allows(several, text), text
+    twice = write(("k", {"a": 1, "b": "x"}), ("k", {"a": 2, "b": "y"}))
+    assert allows(several, twice)
+    assert not allows(one, twice)
+    assert not allows(several, f"{call} and more")
+    assert not allows(one, call[:-5])
+    assert not allows(one, write(("k", {"a": "no number", "b": "x"})))
