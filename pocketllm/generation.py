@@ -24,6 +24,7 @@ from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
+from pocketllm.inbox import Inbox
 from pocketllm.protocol.features import features
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
@@ -36,7 +37,7 @@ from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from pocketllm.text.tool_parsers import find_syntax
-from pocketllm.token_stream import AsyncTokenStream, Inbox, TokenStream
+from pocketllm.token_stream import AsyncTokenStream, TokenStream
 
 T = TypeVar("T")
 CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
