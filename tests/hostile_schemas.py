@@ -74,6 +74,8 @@ HOSTILE: dict[str, tuple[int, Callable[[], Any]]] = {
     "299 references": (200, lambda: chain(299, lambda to: {"$ref": to})),
     "references doubled 40 times": (200, lambda: chain(40, lambda to: {"allOf": [{"$ref": to}, {"$ref": to}]})),
     "branching references": (200, lambda: chain(200, lambda to: {"anyOf": [{"$ref": to}, {"type": "array", "items": {"$ref": to}}]})),
+    "deep branching references": (200, lambda: chain(290, lambda to: nested(2, lambda inner: {"anyOf": [{"allOf": [inner]}]}, {"$ref": to}))),
+    "long recursion": (400, lambda: {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + 1) % 299}"}, STRING]} for i in range(299)}}),
     "product of branches": (400, lambda: {"allOf": [choice(f"p{i}_", 10) for i in range(20)]}),
     "smaller product of branches": (200, lambda: {"allOf": [choice(f"p{i}_", 2) for i in range(8)]}),
     "recursion that meets itself": (

@@ -17,7 +17,7 @@ from pocketllm.text.schema_error import SchemaError, invalid, shown, too_large
 from pocketllm.text.schema_format import FORMATS, NUMBER_FORMATS
 from pocketllm.text.schema_overlap import Overlap
 from pocketllm.text.schema_pattern import PatternError, read_pattern
-from pocketllm.text.schema_tree import Combinations, finite_definitions, is_finite, without_others
+from pocketllm.text.schema_tree import exceed_combinations, finite_definitions, in_place_order, is_finite, without_others
 
 MAX_DEPTH = 32  # schemas within schemas, and arrays and objects within a constant
 MAX_SCHEMAS = 2_000  # schemas of one request, each reference once
@@ -90,13 +90,16 @@ class _Rewriter:
         while self._pending:
             reference, name = self._pending.pop()
             self._definitions[name] = self._schema(self._target(reference, reference), reference, 0)
+        order = in_place_order(self._definitions)
+        if order is None:
+            raise SchemaError('a "$ref" in it leads back to itself for one and the same value', "Let what recurs be a property or an item", is_invalid=True)
         finite = finite_definitions(self._definitions)
         root = without_others(root, finite)
         if not is_finite(root, finite):
             raise SchemaError("no finite value satisfies it", "Give what recurs an end, or what is required a schema that has values")
         definitions = {name: without_others(schema, finite) for name, schema in self._definitions.items() if name in finite}
         document = dict(root) if isinstance(root, Mapping) else {}
-        if Combinations(definitions, MAX_COMBINATIONS).exceed_in(document):
+        if exceed_combinations(document, definitions, [name for name in order if name in finite], MAX_COMBINATIONS):
             too_large(f'the branches of its "anyOf" and "allOf" meet in more than {MAX_COMBINATIONS} combinations')
         if definitions:
             document["$defs"] = definitions

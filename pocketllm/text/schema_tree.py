@@ -66,39 +66,56 @@ def without_others(schema: Any, finite: frozenset[str]) -> Any:
     return out
 
 
-class Combinations:
-    """Counts the branches that meet where schemas are joined: llguidance writes each combination out.
+def in_place_order(definitions: Mapping[str, Any]) -> list[str] | None:
+    """The definitions, each after those that it refers to for the same value; None where one so refers back to itself, which means nothing."""
+    waiting = {name: _in_place(schema) for name, schema in definitions.items()}
+    order: list[str] = []
+    while waiting:
+        ready = [name for name, needed in waiting.items() if not needed & waiting.keys()]
+        if not ready:
+            return None
+        for name in ready:
+            del waiting[name]
+        order += ready
+    return order
+
+
+def _in_place(schema: Any) -> set[str]:
+    """Names of the definitions that a value of `schema` itself may have to satisfy."""
+    found, schemas = set(), [schema]
+    while schemas:
+        schema = schemas.pop()
+        if isinstance(schema, Mapping):
+            if "$ref" in schema:
+                found.add(schema["$ref"].removeprefix(_DEFINITION))
+            schemas += [*schema.get("allOf", ()), *schema.get("anyOf", ())]
+    return found
+
+
+def exceed_combinations(root: Any, definitions: Mapping[str, Any], order: list[str], limit: int) -> bool:
+    """Whether more than `limit` branches meet in one place, which llguidance would write out one by one.
 
     Args:
-        definitions: by name, rewritten.
-        limit: counts above it are not told apart.
+        root: rewritten, as are the definitions.
+        order: of the definitions, by `in_place_order`.
     """
+    known: dict[str, int] = {}
 
-    def __init__(self, definitions: Mapping[str, Any], limit: int) -> None:
-        self._definitions = definitions
-        self._limit = limit
-        self._known: dict[str, int] = {}
-
-    def exceed_in(self, root: Any) -> bool:
-        """Whether there is a place with more than `limit` of them in `root` or the definitions."""
-        return any(
-            len(schema.get("allOf", ())) + ("anyOf" in schema) + ("$ref" in schema) > 1 and self._count(schema) > self._limit
-            for schema in _walk([root, *self._definitions.values()])
-        )
-
-    def _count(self, schema: Any) -> int:
+    def count(schema: Any) -> int:
         if not isinstance(schema, Mapping):
             return 1
-        total = sum(self._count(branch) for branch in schema["anyOf"]) if "anyOf" in schema else 1
+        total = sum(count(branch) for branch in schema["anyOf"]) if "anyOf" in schema else 1
         for branch in schema.get("allOf", ()):
-            total = min(self._limit + 1, total * self._count(branch))
+            total = min(limit + 1, total * count(branch))
         if "$ref" in schema:
-            name = schema["$ref"].removeprefix(_DEFINITION)
-            if name not in self._known:
-                self._known[name] = 1  # for what refers back to it
-                self._known[name] = self._count(self._definitions[name])
-            total *= self._known[name]
-        return min(self._limit + 1, total)
+            total *= known[schema["$ref"].removeprefix(_DEFINITION)]
+        return min(limit + 1, total)
+
+    for name in order:
+        known[name] = count(definitions[name])
+    return any(
+        len(schema.get("allOf", ())) + ("anyOf" in schema) + ("$ref" in schema) > 1 and count(schema) > limit for schema in _walk([root, *definitions.values()])
+    )
 
 
 def _walk(schemas: list[Any]) -> Iterator[Mapping[str, Any]]:

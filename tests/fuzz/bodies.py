@@ -8,7 +8,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 _HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
-_SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "minLength": 1, "maxLength": 20, "pattern": "^[a-z ]+$"},
@@ -24,7 +24,7 @@ _SCHEMA: dict[str, Any] = {
 }
 _WEATHER: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": _SCHEMA, "strict": True},
+    "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": SCHEMA, "strict": True},
 }
 _CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 _CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "oslo", "days": 3}'}}
@@ -38,6 +38,19 @@ def _completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": "Once", "max_tokens": 8, **fields}
 
 
+# What the model says, by the prompt: text, reasoning, calls that are complete, cut, and malformed; the last one stands for letters at random.
+ANSWERS: tuple[str | None, ...] = (
+    "Plain text, é and 🌍.",
+    "<think>Hm, é.</think>\n\nSo it is a, b and c.",
+    "Thinking of it.</think>The end",
+    "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\noslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call> and more",
+    "<tool_call><function=get_weather><parameter=tags>[{'a': True}, ",
+    '{"city": "oslo", "days": 3, "kind": null}',
+    None,
+)
+
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(),
     _chat(model="any", temperature=0.7, top_p=0.9, top_k=20, seed=7, user="me", store=False, metadata={"a": "b"}, service_tier="auto"),
@@ -49,8 +62,8 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(logprobs=False, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, repetition_penalty=1, min_p=0, min_tokens=0, ignore_eos=False),
     _chat(stop_token_ids=[], response_format={"type": "text"}, prediction=None, verbosity="low", prompt_cache_key="k", safety_identifier="s"),
     _chat(response_format={"type": "json_object"}, temperature=0),
-    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": _SCHEMA}}),
-    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": _SCHEMA}}}, stream=True),
+    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}),
+    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}}, stream=True),
     _chat(tools=[_WEATHER, _CLOCK], tool_choice="auto", parallel_tool_calls=True),
     _chat(tools=[_WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}}, parallel_tool_calls=False, stream=True),
     _chat(tools=[_WEATHER], tool_choice="required"),
@@ -60,7 +73,6 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(reasoning=False, stream=True),
     _chat(
         messages=[
-            {"role": "system", "content": "Be short."},
             {"role": "developer", "content": [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "And quick."}]},
             {"role": "user", "content": [{"type": "text", "text": "Weather? 🌧️ é \u2028"}], "name": "ann"},
             {"role": "assistant", "content": None, "tool_calls": [_CALL], "reasoning_content": "Hm."},

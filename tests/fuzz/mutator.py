@@ -131,7 +131,8 @@ class Mutator:
             return json.dumps(body, ensure_ascii=False, indent=self._random.choice((None, 2))).encode("utf-8", "surrogatepass")
         return json.dumps(body).encode()
 
-    def _value(self) -> Any:
+    def value(self) -> Any:
+        """Any value at all."""
         choice = self._random.choice
         kind = self._random.random()
         if kind < 0.15:
@@ -154,12 +155,12 @@ class Mutator:
         places = paths(body)
         path = self._random.choice(places)
         if not path:
-            return self._value() if self._random.random() < 0.1 or not isinstance(body, dict) else {**body, self._random.choice(_KEYS): self._value()}
+            return self.value() if self._random.random() < 0.1 or not isinstance(body, dict) else {**body, self._random.choice(_KEYS): self.value()}
         parent, last = value_at(body, path[:-1]), path[-1]
         old = parent[last]
         match self._random.randrange(8):
             case 0 | 1:
-                parent[last] = self._value()
+                parent[last] = self.value()
             case 2:
                 del parent[last]
             case 3 if isinstance(parent, dict):
@@ -167,9 +168,9 @@ class Mutator:
             case 4:
                 parent[last] = self._random.choice(([old], {"a": old}, [old, old], {"type": old}, str(old), json.dumps(old)))
             case 5 if isinstance(old, list):
-                old.extend(copy.deepcopy(old) * self._random.choice((1, 3)) or [self._value()])
+                old.extend(copy.deepcopy(old) * self._random.choice((1, 3)) or [self.value()])
             case 5 if isinstance(old, dict):
-                old[self._random.choice(_KEYS)] = self._value()
+                old[self._random.choice(_KEYS)] = self.value()
             case 5 if isinstance(old, str):
                 parent[last] = old + self._random.choice(_TEXTS)
             case 6 if isinstance(old, (int, float)):
@@ -178,7 +179,7 @@ class Mutator:
                 other = self._random.choice(places)
                 parent[last] = copy.deepcopy(value_at(body, other))
             case _:
-                parent[last] = self._value()
+                parent[last] = self.value()
         return body
 
     def _place(self, content: bytes) -> int:
@@ -201,7 +202,7 @@ class Mutator:
         return content[:place] + piece + content[place:]
 
     def _repeat_key(self, content: bytes) -> bytes:
-        key, value = json.dumps(self._random.choice(_KEYS)), json.dumps(self._value())
+        key, value = json.dumps(self._random.choice(_KEYS)), json.dumps(self.value())
         return b"{" + f"{key}: {value}, {key}: {value}, ".encode() + content[1:]
 
     def _pad(self, content: bytes) -> bytes:

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
-from tests.fake_serving import LiveServer, StartServer, fake
+from tests.fake_serving import LiveServer
 from tests.fuzz.bodies import CHAT, VALID
+from tests.fuzz.conftest import NEIGHBOUR
 from tests.fuzz.mutator import Mutator
 
 REQUESTS = 5_000
@@ -75,11 +76,6 @@ def check_answer(response: httpx.Response) -> None:
         assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
 
 
-@pytest.fixture
-def server(start_server: StartServer) -> LiveServer:
-    return start_server(fake(context_length=512, max_slots=16))
-
-
 @pytest.fixture(autouse=True)
 def no_traceback(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
@@ -90,7 +86,7 @@ async def neighbour(client: httpx.AsyncClient, done: asyncio.Event) -> tuple[int
     """How many streams ran meanwhile, and their different texts."""
     texts = set()
     count = 0
-    body = {"messages": [{"role": "user", "content": "A neighbour"}], "temperature": 0, "max_tokens": 100, "stream": True}
+    body = {"messages": [{"role": "user", "content": NEIGHBOUR}], "temperature": 0, "max_tokens": 100, "stream": True}
     while not done.is_set():
         response = await client.post(CHAT, json=body)
         chunks = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2] if event.startswith("data: ")]

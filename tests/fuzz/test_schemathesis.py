@@ -19,13 +19,13 @@ from schemathesis.specs.openapi import checks as openapi_checks
 
 from pocketllm.protocol.fields import FIELDS
 from pocketllm.server.app import ROUTES
-from tests.fake_serving import LiveServer, StartServer, fake
+from tests.fake_serving import LiveServer
 from tests.fuzz.bodies import CHAT, COMPLETIONS, VALID
 
 DESCRIPTION: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text(encoding="utf-8"))
 SCHEMAS: dict[str, Any] = DESCRIPTION["components"]["schemas"]
 CHUNKS = {CHAT: "ChatChunk", COMPLETIONS: "CompletionChunk"}
-EXAMPLES = {"chat": 900, "completions": 1000, "model": 60, "cancel": 60}  # with those of one request each, more than 2,000
+EXAMPLES = {"chat": 700, "completions": 1200, "model": 60, "cancel": 60}  # with those of one request each, more than 2,000
 CHECKS = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
@@ -52,11 +52,6 @@ def check_stream(path: str, text: str) -> None:
     for event in events[:-2]:
         body = json.loads(event.removeprefix("data: "))
         conforms(body, "Error" if "error" in body else CHUNKS[path])
-
-
-@pytest.fixture
-def server(start_server: StartServer) -> LiveServer:
-    return start_server(fake(context_length=256, max_slots=16))
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

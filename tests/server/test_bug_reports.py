@@ -502,7 +502,9 @@ def test_060_answers_without_a_seed_differ(tiny_server: LiveServer) -> None:
         assert [choice["index"] for choice in choices] == [0, 1, 2]
 
 
-def test_061_logits_that_are_no_numbers_fail_their_request_alone(tiny_server: LiveServer) -> None:
+def test_061_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path, start_server: StartServer) -> None:
+    poisoned = write_tiny_chat_model(tmp_path, is_poisoned=True)
+    tiny_server = start_server(load=lambda progress: GenerationService.open(tiny_args(poisoned), progress))
     prompt = f"No {POISON}umber"
     with undisturbed(tiny_server, tokens=1000):
         response = httpx.post(tiny_server.url + COMPLETIONS, json={"prompt": prompt, "temperature": 1.0}, timeout=20)
