@@ -24,6 +24,7 @@ from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
+from pocketllm.inbox import Inbox
 from pocketllm.protocol.features import features
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
@@ -36,7 +37,7 @@ from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from pocketllm.text.tool_parsers import find_syntax
-from pocketllm.token_stream import AsyncTokenStream, Inbox, TokenStream
+from pocketllm.token_stream import AsyncTokenStream, TokenStream
 
 T = TypeVar("T")
 CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
@@ -231,6 +232,8 @@ class GenerationService:
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size
+        if isinstance(prompt, str) and max(ids) < vocab_size:  # the tokenizer's ids are whole numbers
+            return ids
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise ConfigurationError(
