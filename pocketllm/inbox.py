@@ -8,14 +8,14 @@ from collections import deque
 
 from pocketllm.answer_reader import Item
 
-_REST = 1.0  # of the time that a delivery kept the loop busy
-_LEAST_REST = 0.0005  # seconds; less is not worth a timer
+_REST = 1.0  # of the time that the delivery took
+_LEAST_REST, _MOST_REST = 0.0005, 0.01  # seconds; less is not worth a timer, and a loop that stood still for a minute owes nobody one
 
 
 class Inbox:
     """Takes the steps of all requests to one event loop, waking it once for all that came meanwhile.
 
-    A loop that is busy with streams for long leaves steps lying for a while, so that requests, whose first tokens never wait, and everything
+    A loop that a delivery kept busy for long leaves further steps lying for as long, so that requests, whose first tokens never wait, and everything
     else get their turn. Readers then find several steps at once, which cost little more than one.
 
     Args:
@@ -65,7 +65,7 @@ class Inbox:
         self._loop.call_soon(self._rest, began)  # which comes after the readers that have been woken
 
     def _rest(self, began: float) -> None:
-        rest = _REST * (time.perf_counter() - began)
+        rest = min(_REST * (time.perf_counter() - began), _MOST_REST)
         if rest >= _LEAST_REST:
             self._is_resting = True
             self._loop.call_later(rest, self._end_rest)
