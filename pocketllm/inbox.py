@@ -8,14 +8,14 @@ from collections import deque
 
 from pocketllm.answer_reader import Item
 
-_REST = 1.0  # of the time that a delivery kept the loop busy
-_LEAST_REST = 0.0005  # seconds; less is not worth a timer
+_REST = 1.0  # of the CPU time that the delivery took; waiting for a core, as on a machine that does more than this, earns none
+_LEAST_REST, _MOST_REST = 0.0005, 0.01  # seconds; less is not worth a timer, and one reader's heavy work must not stop the others for long
 
 
 class Inbox:
     """Takes the steps of all requests to one event loop, waking it once for all that came meanwhile.
 
-    A loop that is busy with streams for long leaves steps lying for a while, so that requests, whose first tokens never wait, and everything
+    A loop that a delivery kept busy leaves further steps lying for as long, so that requests, whose first tokens never wait, and everything
     else get their turn. Readers then find several steps at once, which cost little more than one.
 
     Args:
@@ -55,7 +55,7 @@ class Inbox:
             self._deliver()
 
     def _deliver(self) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self._is_called = False
         count = len(self._items)  # a row's first step was sent before any of these, so it is among the firsts by now
         self._deliver_firsts()
@@ -65,7 +65,7 @@ class Inbox:
         self._loop.call_soon(self._rest, began)  # which comes after the readers that have been woken
 
     def _rest(self, began: float) -> None:
-        rest = _REST * (time.perf_counter() - began)
+        rest = min(_REST * (time.thread_time() - began), _MOST_REST)
         if rest >= _LEAST_REST:
             self._is_resting = True
             self._loop.call_later(rest, self._end_rest)
