@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from pocketllm.text.schema_bounds import FAR, MAX_NUMBER, admits, check_constant, write_bounds, write_counts
 from pocketllm.text.schema_error import SchemaError, invalid, shown, too_large
 from pocketllm.text.schema_format import FORMATS, NUMBER_FORMATS
+from pocketllm.text.schema_keywords import HARMLESS, REFUSED, is_annotation
 from pocketllm.text.schema_names import PropertyNames
 from pocketllm.text.schema_overlap import Overlap
 from pocketllm.text.schema_pattern import PatternError, read_pattern
@@ -32,51 +33,13 @@ MAX_LENGTH = 100_000  # a larger maxLength is taken for this
 MAX_MULTIPLES = 100_000  # sum of all multipleOf, whose remainders llguidance counts
 MAX_COMBINATIONS = 500  # of the branches that meet in one place
 
-# They say something about the value for people, or for other keywords that are refused.
-_ANNOTATIONS = frozenset(
-    (
-        *("$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions"),
-        *("title", "description", "default", "deprecated", "readOnly", "writeOnly", "example", "examples"),
-        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"),
-    )
-)
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# keyword: what to do instead
-_REFUSED = {
-    "not": "describe what is allowed instead",
-    "if": 'use "anyOf" with one branch for each case',
-    "then": 'use "anyOf" with one branch for each case',
-    "else": 'use "anyOf" with one branch for each case',
-    "dependentRequired": 'use "anyOf" with one branch for each case',
-    "dependentSchemas": 'use "anyOf" with one branch for each case',
-    "dependencies": 'use "anyOf" with one branch for each case',
-    "propertyNames": 'use "patternProperties" with "additionalProperties": false',
-    "unevaluatedProperties": 'use "additionalProperties"',
-    "unevaluatedItems": 'use "items"',
-    "additionalItems": 'use "prefixItems" and "items"',
-    "nullable": 'use "type" with "null" in it, or "anyOf"',
-    "$dynamicRef": 'use "$ref"',
-    "$recursiveRef": 'use "$ref"',
-    "uniqueItems": "check the parsed answer",
-    "contains": "check the parsed answer",
-    "minContains": "check the parsed answer",
-    "maxContains": "check the parsed answer",
-}
-# values with which a refused keyword says nothing
-_HARMLESS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "nullable": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {})}
-
-
 # Keywords that say what is within arrays and objects. Beside branches or a reference they meet other schemas of the same values.
 _INNER = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
 _BRANCHING = ("anyOf", "oneOf", "$ref")
 # Any value of JSON whose numbers are ones that a double can be.
 _ANY = {"$ref": "#/$defs/any"}
 _ANY_DEFINITION = {"minimum": -FAR, "maximum": FAR, "items": _ANY, "additionalProperties": _ANY}
-
-
-def is_annotation(keyword: str) -> bool:
-    """Whether a keyword says nothing that a value could break."""
-    return keyword in _ANNOTATIONS or keyword.startswith("x-")
 
 
 def enforceable_schema(schema: Any, *, document: Any = None, closed: bool = False) -> dict[str, Any]:
@@ -154,10 +117,10 @@ class _Rewriter:
         for keyword, value in schema.items():
             if is_annotation(keyword):
                 continue
-            if keyword in _REFUSED:
-                if any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ())):
+            if keyword in REFUSED:
+                if any(value == harmless and type(value) is type(harmless) for harmless in HARMLESS.get(keyword, ())):
                     continue
-                raise SchemaError(f'"{keyword}" at {place} can\'t be enforced while text is generated', f'Leave "{keyword}" out: {_REFUSED[keyword]}')
+                raise SchemaError(f'"{keyword}" at {place} can\'t be enforced while text is generated', f'Leave "{keyword}" out: {REFUSED[keyword]}')
             handler = _KEYWORDS.get(keyword)
             if handler is None:
                 raise SchemaError(f"{shown(keyword)} at {place} is no keyword that can be enforced", f"Leave {shown(keyword)} out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pocketllm.text.json_schema import is_annotation
+from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.tool_parsers.base import Tools
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.protocol.refusals import summary
 from pocketllm.text.grammar import ONE_STYLE, grammar_fault, json_rule
-from pocketllm.text.json_schema import enforceable_schema, is_annotation
+from pocketllm.text.json_schema import enforceable_schema
 from pocketllm.text.schema_error import SchemaError
+from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
 from pocketllm.text.tool_parsers.string_grammar import string_expression, text_without
@@ -23,6 +24,7 @@ _OBJECT_KEYS = ("type", "properties", "required", "additionalProperties", "uneva
 _NAMING = ("properties", "required", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")  # from where properties may come
 _MAX_DEPTH = 64
 _MAX_ALTERNATIVES = 500  # of one parameter
+_MAX_KEPT = 100_000  # characters of a grammar that is remembered
 _MAX_TEXT = 1_000_000  # characters of all schemas of a request, as they are written for llguidance
 
 # What a text that is read as another type looks like, by that type. Only the number and the brackets say it at their first characters.
@@ -292,7 +294,9 @@ def _lark(rules: Mapping[str, str]) -> str:
     return "".join(f"{name}: {expression}\n" for name, expression in rules.items())
 
 
-@functools.lru_cache(maxsize=16)  # a chat sends the same tools turn after turn
 def _fault(grammar: str) -> str:
     """Why llguidance refuses a grammar, or nothing."""
-    return grammar_fault(grammar)
+    return _known_fault(grammar) if len(grammar) < _MAX_KEPT else grammar_fault(grammar)
+
+
+_known_fault = functools.lru_cache(maxsize=256)(grammar_fault)  # a chat sends the same tools turn after turn

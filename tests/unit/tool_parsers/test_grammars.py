@@ -302,7 +302,7 @@ TRUE = {"type": "function", "function": {"name": "f", "strict": True, "parameter
     ],
 )
 def test_the_remedy_is_for_what_was_asked(tools: ToolUse, form: Any, remedy: str) -> None:
-    request = GenerationRequest("", SamplingParams(), "r", response_format=form, tools=tools)
+    request = GenerationRequest("", SamplingParams(), "r", metadata={"messages": []}, response_format=form, tools=tools)
     with pytest.raises(UnsupportedFeatureError) as caught:
         answer_form(request, QWEN, reasons=False)
     assert caught.value.message.endswith(f"; {remedy}")
