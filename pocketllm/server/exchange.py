@@ -18,13 +18,14 @@ from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, error_of, sse
-from pocketllm.server.body import read_json
+from pocketllm.server.body import parse_json, read_body
 from pocketllm.server.metrics import Outcome, RequestClock
 from pocketllm.server.sse import ClientDisconnected, EventStream, Write, unless_disconnected
 from pocketllm.server.state import ServerState
 
 logger = logging.getLogger("pocketllm.server")
 
+_INLINE_BYTES = 2**16  # a body of more may take longer to understand, up to seconds, than streams should stand still
 _UNREAD_SECONDS = 5  # past the deadline, for the error event to reach a client that reads
 
 Build = Callable[[dict[str, Any], ServerState], Sequence[GenerationRequest]]
@@ -47,9 +48,14 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
     try:
         features = state.features
         deadline = asyncio.get_running_loop().time() + state.args.request_timeout if state.args.request_timeout else None
-        body = await read_json(http, state.args.max_body_bytes, deadline)
-        check_fields(body, endpoint, features)
-        requests = build(body, state)
+        raw = await read_body(http, state.args.max_body_bytes, deadline)
+
+        def understand() -> tuple[dict[str, Any], Sequence[GenerationRequest]]:
+            body = parse_json(raw)
+            check_fields(body, endpoint, features)
+            return body, build(body, state)
+
+        body, requests = understand() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(understand)
         request_id = requests[0].request_id
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
         answer = _BODIES[endpoint](request_id, state.model_name, int(time.time()), include_usage=include_usage, features=features)
