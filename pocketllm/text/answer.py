@@ -175,7 +175,7 @@ class _Ranked:
 
     def entry(self, tokenizer: Tokenizer, end: int | None) -> TokenLogprob:
         token, spelled = _spelling(tokenizer, self.token_id)
-        if end is not None and self.begins >= 0 and end < self.ends:
+        if end is not None and self.begins >= 0 and end <= self.ends:  # at its end too, where it may hold the first bytes of one character more
             spelled = _first_characters(spelled, end - self.begins)
             token = spelled.decode("utf-8", "replace")
         return TokenLogprob(token, spelled, self.logprobs.logprob, self.token_id, tuple(_alternative(tokenizer, *one) for one in self.logprobs.top))
