@@ -17,7 +17,7 @@ from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledErr
 from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, error_of, sse
+from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, dump_in_pieces, error_of, sse
 from pocketllm.server.body import parse_json, read_body
 from pocketllm.server.metrics import Outcome, RequestClock
 from pocketllm.server.sse import ClientDisconnected, EventStream, Write, unless_disconnected
@@ -96,14 +96,18 @@ class _Exchange:
             async with asyncio.timeout_at(self._deadline):
                 output = await unless_disconnected(receive, self._collect())
         except TimeoutError:
-            finished = self._tokens.finished()
+            finished = await self._tokens.finished()
             if finished is None:
                 raise self._timeout() from None
             output = finished
         finally:
             await self._release()
         self._clock.end(output.finish_reason)
-        return Response(dump(self._answer.whole(output)), media_type="application/json", headers=self._headers)
+        if output.logprobs is None:
+            content = dump(self._answer.whole(output))
+        else:  # may be megabytes
+            content = await asyncio.to_thread(lambda: dump_in_pieces(self._answer.whole(output)))
+        return Response(content, media_type="application/json", headers=self._headers)
 
     async def stream(self) -> Response:
         """A response that streams the answer. Raises what preparing and submitting raise."""
@@ -120,8 +124,14 @@ class _Exchange:
         return EventStream(self._write, self._headers, self._close_stream, unread)
 
     async def _collect(self) -> GenerationOutput:
-        async for event in self._tokens:
-            self._clock.event(event)
+        await self._tokens.start()
+        while not self._tokens.is_done:
+            try:
+                events = await self._tokens.next_events()
+            except PocketLLMError:
+                break  # `result` raises it, unless other choices have finished
+            for event in events:
+                self._clock.event(event)
         return await self._tokens.result()
 
     async def _write(self, write: Write) -> None:
