@@ -172,7 +172,7 @@ class GenerationService:
             rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
         if form.syntax is not None and first.tools is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, first.tools.definitions))
-        if form.grammar is None and form.syntax is not None and reading.reasoning is not None:
+        if form.grammar is None and first.tools is not None and self._syntax is not None and reading.reasoning is not None:
             reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
         return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
 

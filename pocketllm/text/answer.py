@@ -87,7 +87,7 @@ class Answer:
             text += more
             reasoning += thought
             if self._reading.has_logprobs:
-                in_answer = not (was_reasoning or self._is_reasoning)
+                in_answer = not self._is_reasoning and (not was_reasoning or token_id == self._reading.call_id)
                 self._ranked.append(_Ranked(token_id, logprobs[index], begins if in_answer else -1, self._num_characters))
         return Piece(text, reasoning)
 

@@ -188,3 +188,13 @@ def test_a_marker_that_the_user_spells_opens_no_reasoning() -> None:
     assert markers is not None
     for text, is_open in (("Hi<assistant><think>", True), ("Hi<assistant><think>\n\n", True), ("Hi<think><assistant>", False), ("<think>Hi", False)):
         assert markers.is_open(tokenizer.encode(text, add_special_tokens=False), tokenizer) == is_open, text
+
+
+def test_a_stop_sequence_cuts_a_call_that_ended_the_reasoning() -> None:
+    reading = Reading(TOKENIZER, stop=StopSequences(["call"]), reasoning=MARKERS, is_reasoning=True, call_id=CALL, has_logprobs=True)
+    answer = Answer(reading)
+    piece = answer.feed((ord("a"), CALL), (TokenLogprobs(-1.0),) * 2)
+    found = answer.logprobs()
+    assert found is not None
+    assert (piece.reasoning, piece.text) == ("a", "<tool_")
+    assert [one.bytes for one in found] == [b"a", b"<tool_"]
