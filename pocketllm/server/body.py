@@ -28,8 +28,8 @@ class BodyTimeoutError(ConfigurationError):
     error_type = "timeout_error"
 
 
-async def read_json(request: Request, limit: int, deadline: float | None = None) -> dict[str, Any]:
-    """The JSON object that `request` carries.
+async def read_body(request: Request, limit: int, deadline: float | None = None) -> bytes:
+    """The body of `request`.
 
     Args:
         request: its body has not been read.
@@ -39,13 +39,20 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
     Raises:
         BodyTimeoutError: it was not.
         BodyTooLargeError: the body is longer; the rest is not read.
-        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a key twice.
     """
     try:
         async with asyncio.timeout_at(deadline):
-            raw = await _read(request, limit)
+            return await _read(request, limit)
     except TimeoutError:
         raise BodyTimeoutError("The request's body did not arrive in time. Send all of it at once.") from None
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a body holds. Takes time in proportion to its length, whatever it holds.
+
+    Raises:
+        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a key twice.
+    """
     try:
         body = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -66,7 +73,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of `pairs`, unless a key comes twice."""
     body = dict(pairs)
     if len(body) != len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ConfigurationError(f"{summary(name)} is sent twice, and only one of its values could be acted on. Send it once.", param=name)
     return body
 
