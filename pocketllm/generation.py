@@ -322,4 +322,4 @@ def _is_list(value: object) -> bool:
 
 
 def _no_prompt(value: object) -> ConfigurationError:
-    return ConfigurationError(f'"prompt" holds {value!r}: send a string, a list of token ids, or a list of either.', param="prompt")
+    return ConfigurationError(f'"prompt" holds {summary(value)}: send a string, a list of token ids, or a list of either.', param="prompt")

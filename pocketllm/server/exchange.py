@@ -166,13 +166,14 @@ class _Exchange:
             events = await self._tokens.next_events(until if until < math.inf else None)
             chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
             now = time_of()
-            if now >= deadline and not self._tokens.is_done:
-                raise self._timeout()
-            if not chunk and now >= silence:
+            is_late = now >= deadline and not self._tokens.is_done
+            if not chunk and now >= silence and not is_late:
                 chunk = KEEP_ALIVE
             if chunk:
                 await write(chunk)
                 silence = now + patience
+            if is_late:
+                raise self._timeout()
 
     def _chunk(self, event: TokenEvent) -> bytes:
         self._clock.event(event)
