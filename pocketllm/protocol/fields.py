@@ -129,7 +129,7 @@ FIELDS: tuple[Field, ...] = (
     Field("temperature", BOTH, "implemented", f"a number from 0 to {MAX_TEMPERATURE}", "Divides the logits; 0 is greedy decoding."),
     Field("top_p", BOTH, "implemented", "a number above 0 and at most 1", "Nucleus mass; 1 is off."),
     Field("top_k", BOTH, "implemented", f"a whole number from -1 to {MAX_TOP_K}", "Size of the candidate set; 0 and -1 are off."),
-    Field("seed", BOTH, "implemented", "a whole number from 0 to 2**63 - 1", "The same seed gives the same tokens, whatever else is running."),
+    Field("seed", BOTH, "implemented", "a whole number from 0 to 2**63 - 1", "The same seed gives the same tokens, whatever else is running; in the fast compute types, up to what near-ties change."),
     Field("stream", BOTH, "implemented", _SWITCH, "Server-sent events that end with [DONE]."),
     Field("stream_options", BOTH, "implemented", '{"include_usage": true or false}', "include_usage adds a last chunk with the token counts."),
     Field("n", BOTH, "implemented", f"a whole number from 1 to {MAX_CHOICES}", "Number of choices."),

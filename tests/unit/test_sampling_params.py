@@ -91,7 +91,7 @@ def test_fixed_once_made() -> None:
 
 
 def test_limits_are_in_the_message() -> None:
-    with pytest.raises(ConfigurationError, match="from 0 .*to 2"):
+    with pytest.raises(ConfigurationError, match=r"from 0 .*to 2"):
         SamplingParams(temperature=99)
     with pytest.raises(ConfigurationError, match="at most 2147483647"):
         SamplingParams(top_k=2**40)
