@@ -7,6 +7,7 @@ StepOutputs on the engine's thread. Each stream owns a queue; detokenizing happe
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import threading
@@ -38,6 +39,8 @@ from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from pocketllm.text.tool_parsers import find_syntax
 from pocketllm.token_stream import AsyncTokenStream, TokenStream
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
@@ -76,6 +79,7 @@ class GenerationService:
         self._reasoning = find_markers(tokenizer)
         self._syntax = find_syntax(None if chat_template is None else chat_template.source, model_type)
         self._grammars = GrammarCompiler(tokenizer, backend.capabilities.vocab_size)
+        self._has_warned_of_tools = False
         self._lock = threading.Lock()
         self._active: dict[str, ActiveRequest] = {}  # guarded by _lock
         self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
@@ -248,7 +252,12 @@ class GenerationService:
     def _template_variables(self, request: GenerationRequest) -> Mapping[str, Any]:
         """What the template is given. One that ignores tools, or none at all, has those that must be called described in the system turn."""
         template = self.chat_template
-        if request.tools is None or not request.tools.is_forced or (template is not None and template.renders_tools):
+        if request.tools is None or (template is not None and template.renders_tools):
+            return request.metadata
+        if not request.tools.is_forced:
+            if not self._has_warned_of_tools:
+                self._has_warned_of_tools = True
+                logger.warning("This model's chat template has no place for tools: unless a call is forced, the model does not know of them.")
             return request.metadata
         return {**request.metadata, "messages": with_described_tools(request.metadata["messages"], request.tools.callable)}
 

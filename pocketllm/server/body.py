@@ -13,6 +13,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.protocol.refusals import summary
 
 MAX_DEPTH = 64
+_DRAINED_BYTES = 2**24  # beyond the limit: a client that is still sending would see a broken connection in place of the answer
 
 
 class BodyTooLargeError(ConfigurationError):
@@ -38,7 +39,7 @@ async def read_body(request: Request, limit: int, deadline: float | None = None)
 
     Raises:
         BodyTimeoutError: it was not.
-        BodyTooLargeError: the body is longer; the rest is not read.
+        BodyTooLargeError: the body is longer; some of the rest is read and thrown away.
     """
     try:
         async with asyncio.timeout_at(deadline):
@@ -80,15 +81,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
-        raise _too_large(limit)
+    is_too_large = declared.isdecimal() and (len(declared) > 18 or int(declared) > limit)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
+        is_too_large = is_too_large or size > limit
+        if not is_too_large:
+            parts.append(part)
+        elif size > limit + _DRAINED_BYTES:
+            break
+    if is_too_large:
+        raise _too_large(limit)
     return b"".join(parts)
 
 
