@@ -89,7 +89,9 @@ class AsyncLLM:
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
         return self._service.stream_async(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
+            build_chat_request(
+                messages, SamplingParams() if sampling_params is None else sampling_params, request_id=request_id, features=self._service.features, **options
+            )
         )
 
     async def cancel(self, request_id: str) -> bool:

@@ -85,7 +85,9 @@ class LLM:
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
         return self._service.stream(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
+            build_chat_request(
+                messages, SamplingParams() if sampling_params is None else sampling_params, request_id=request_id, features=self._service.features, **options
+            )
         )
 
     def cancel(self, request_id: str) -> bool:
