@@ -9,16 +9,22 @@ from typing import Any
 
 from pocketllm.errors import ConfigurationError
 
+_COMMON = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+# Keys without which the model is not known. What transformers would put in their place suits one checkpoint and no other.
 _REQUIRED = {
-    "llama": (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    ),
+    "llama": _COMMON,
+}
+# What transformers' configs mean by a key that is left out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -75,8 +81,8 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
             raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
     _normalize_rope(config, path)
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    if architecture == "llama":
-        _complete_llama(config, path)
+    if architecture in _REQUIRED:
+        _complete(config, architecture, path)
     return architecture, config
 
 
@@ -121,7 +127,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
 
 
-def _complete_llama(config: dict[str, Any], path: Path) -> None:
+def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -133,6 +139,5 @@ def _complete_llama(config: dict[str, Any], path: Path) -> None:
         config["head_dim"] = hidden // heads
     if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
         raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
-    # What transformers' LlamaConfig means by a key that is left out.
-    for name, value in {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+    for name, value in _DEFAULTS[architecture].items():
         config.setdefault(name, value)
