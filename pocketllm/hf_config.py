@@ -21,10 +21,14 @@ _COMMON = (
 # Keys without which the model is not known. What transformers would put in their place suits one checkpoint and no other.
 _REQUIRED = {
     "llama": _COMMON,
+    "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
 }
+# Keys that must be there too, and may be null.
+_NULLABLE = {"mistral": ("sliding_window",)}
 # What transformers' configs mean by a key that is left out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -35,6 +39,7 @@ _POSITIVE_INTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "sliding_window",
 )
 
 
@@ -73,13 +78,16 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(text, dict):
         config.update(text)
         config["model_type"] = architecture
-    for name in _REQUIRED.get(architecture, ()):
-        if config.get(name) is None:
-            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     for name in _POSITIVE_INTS:
         if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
             raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
     _normalize_rope(config, path)
+    for name in _REQUIRED.get(architecture, ()):
+        if config.get(name) is None:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    for name in _NULLABLE.get(architecture, ()):
+        if name not in config:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     if architecture in _REQUIRED:
         _complete(config, architecture, path)

@@ -31,6 +31,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 3}}, "'twist': 3"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor = 'two'"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor = None"),
+    ("mistral", {"sliding_window": ...}, "lacks the key sliding_window"),
+    ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+    ("mistral", {"rope_parameters": ...}, "lacks the key rope_theta"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types = "),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.tiny import Variant
+from tests.models.tiny import WINDOW, Variant
 
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
@@ -21,4 +21,6 @@ VARIANTS = [
     Variant("llama-rope-dynamic", "llama", rope("dynamic", factor=3.0)),
     Variant("llama-rope-yarn", "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     Variant("llama-rope-yarn-mscale", "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5, truncate=False)),
+    Variant("mistral", "mistral", {"sliding_window": None}, is_plain=True),
+    Variant("mistral-window", "mistral", {"sliding_window": WINDOW}),
 ]

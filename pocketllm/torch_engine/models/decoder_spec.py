@@ -120,7 +120,7 @@ def read_spec(checkpoint: Checkpoint, **traits: Any) -> DecoderSpec:
         UnsupportedFeatureError: the config asks for what no decoder here computes.
     """
     only(checkpoint, partial_rotary_factor=1.0)
-    numbers = {name: need(checkpoint, name) for name in _NUMBERS}
+    numbers = {name: traits[name] if name in traits else need(checkpoint, name) for name in _NUMBERS}
     if numbers["hidden_act"] not in GATED_ACTIVATIONS:
         raise unsupported(checkpoint, "hidden_act", " or ".join(map(repr, GATED_ACTIVATIONS)))
     if numbers["head_dim"] % 2:
