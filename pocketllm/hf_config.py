@@ -22,6 +22,7 @@ _COMMON = (
 _REQUIRED = {
     "llama": _COMMON,
     "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
 }
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
@@ -29,6 +30,7 @@ _NULLABLE = {"mistral": ("sliding_window",)}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -149,3 +151,19 @@ def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
         raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
     for name, value in _DEFAULTS[architecture].items():
         config.setdefault(name, value)
+    if "use_sliding_window" in _DEFAULTS[architecture]:
+        _complete_qwen_windows(config, path)
+
+
+def _complete_qwen_windows(config: dict[str, Any], path: Path) -> None:
+    """sliding_window counts where use_sliding_window says so; layers from max_window_layers on have it, unless layer_types names them."""
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+    window, count = config.setdefault("sliding_window", None), config["num_hidden_layers"]
+    if config.get("layer_types") is None:
+        first = config.get("max_window_layers")
+        if window is not None and (type(first) is not int or first < 0):
+            raise ConfigurationError(
+                f"{path} has max_window_layers = {first!r}, which should be a whole number where there is a sliding window: download it again.", param="model"
+            )
+        config["layer_types"] = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(count)]

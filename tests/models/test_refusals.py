@@ -35,6 +35,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
     ("mistral", {"rope_parameters": ...}, "lacks the key rope_theta"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types = "),
+    ("qwen2", {"num_key_value_heads": ...}, "lacks the key num_key_value_heads"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "3 layers, and layer_types does not name as many"),
+    ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "a layer of the type 'linear_attention'"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layers with sliding attention and no sliding_window"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ..., "max_window_layers": ...}, "max_window_layers = None"),
 ]
 
 
@@ -77,6 +82,13 @@ def test_rotary_frequencies_of_old_files_are_passed_over(tmp_path: Path) -> None
     tensors = {**oracle.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     check_close(logits_of(tmp_path, PROMPTS[1:2], 0)[0], expected_logits(oracle, PROMPTS[1]))
+
+
+def test_windows_without_layer_types(tmp_path: Path) -> None:
+    variant = next(variant for variant in VARIANTS if variant.name == "qwen2-windows")
+    oracle = variant.save(tmp_path)
+    change(tmp_path, layer_types=...)
+    check_close(logits_of(tmp_path, PROMPTS[4:], 0)[0], expected_logits(oracle, PROMPTS[4]))
 
 
 def test_keys_of_transformers_4(tmp_path: Path) -> None:

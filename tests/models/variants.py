@@ -23,4 +23,6 @@ VARIANTS = [
     Variant("llama-rope-yarn-mscale", "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5, truncate=False)),
     Variant("mistral", "mistral", {"sliding_window": None}, is_plain=True),
     Variant("mistral-window", "mistral", {"sliding_window": WINDOW}),
+    Variant("qwen2", "qwen2", is_plain=True),
+    Variant("qwen2-windows", "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "tie_word_embeddings": True}),
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.models.mistral import Mistral
 from pocketllm.torch_engine.models.model import ModelClass
+from pocketllm.torch_engine.models.qwen2 import Qwen2
 
 # Hugging Face's model_type -> the model
 MODELS: dict[str, ModelClass] = {
     "llama": Llama,
     "mistral": Mistral,
+    "qwen2": Qwen2,
 }
