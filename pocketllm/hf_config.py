@@ -23,6 +23,7 @@ _REQUIRED = {
     "llama": _COMMON,
     "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
     "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen3": (*_COMMON, "num_key_value_heads", "rope_theta", "head_dim"),
 }
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
@@ -31,6 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
 }
 _POSITIVE_INTS = (
     "hidden_size",

@@ -40,6 +40,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "a layer of the type 'linear_attention'"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layers with sliding attention and no sliding_window"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ..., "max_window_layers": ...}, "max_window_layers = None"),
+    ("qwen3", {"head_dim": ...}, "lacks the key head_dim"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
 ]
 
 

@@ -25,4 +25,10 @@ VARIANTS = [
     Variant("mistral-window", "mistral", {"sliding_window": WINDOW}),
     Variant("qwen2", "qwen2", is_plain=True),
     Variant("qwen2-windows", "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "tie_word_embeddings": True}),
+    Variant("qwen3", "qwen3", is_plain=True),
+    Variant(
+        "qwen3-biases-windows",
+        "qwen3",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
 ]

@@ -6,10 +6,12 @@ from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.models.mistral import Mistral
 from pocketllm.torch_engine.models.model import ModelClass
 from pocketllm.torch_engine.models.qwen2 import Qwen2
+from pocketllm.torch_engine.models.qwen3 import Qwen3
 
 # Hugging Face's model_type -> the model
 MODELS: dict[str, ModelClass] = {
     "llama": Llama,
     "mistral": Mistral,
     "qwen2": Qwen2,
+    "qwen3": Qwen3,
 }
