@@ -24,6 +24,16 @@ _REQUIRED = {
     "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
     "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
     "qwen3": (*_COMMON, "num_key_value_heads", "rope_theta", "head_dim"),
+    "gemma3_text": (
+        *_COMMON,
+        "num_key_value_heads",
+        "rope_theta",
+        "rope_local_base_freq",
+        "head_dim",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "hidden_activation",
+    ),
 }
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
@@ -33,6 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+    "gemma3_text": {"attention_bias": False, "tie_word_embeddings": True},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -45,6 +56,7 @@ _POSITIVE_INTS = (
     "max_position_embeddings",
     "sliding_window",
 )
+_POSITIVE_NUMBERS = ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -89,12 +101,15 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     for name in _REQUIRED.get(architecture, ()):
         if config.get(name) is None:
             raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    for name in _POSITIVE_NUMBERS:
+        if config.get(name) is not None and not _is_positive(config[name]):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a number above 0: download it again.", param="model")
     for name in _NULLABLE.get(architecture, ()):
         if name not in config:
             raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
-    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     if architecture in _REQUIRED:
         _complete(config, architecture, path)
+    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return architecture, config
 
 
@@ -121,17 +136,29 @@ def hf_generation_defaults(raw: Mapping[str, Any], generation: Mapping[str, Any]
     return defaults
 
 
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
 def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys():
+        # One rotation for each kind of layer: the layers without a window are the rule, the local ones have keys of their own.
+        local = parameters.get("sliding_attention") or {}
+        kind = local.get("rope_type", "default")
+        if kind != "default":
+            raise ConfigurationError(
+                f"{path} has rope_type = {kind!r} for layers with sliding attention, which is not supported: use another model.", param="model"
+            )
+        config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
+        parameters = parameters.get("full_attention")
     if not isinstance(parameters, dict):
         parameters = config.get("rope_scaling")
     if not isinstance(parameters, dict):
         parameters = {}
     theta = parameters.get("rope_theta", config.get("rope_theta"))
     if theta is not None:
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
-            raise ConfigurationError(f"{path} has rope_theta = {theta!r}, which should be a number above 0: download it again.", param="model")
-        config["rope_theta"] = float(theta)
+        config["rope_theta"] = float(theta) if _is_positive(theta) else theta
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -155,6 +182,17 @@ def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
         config.setdefault(name, value)
     if "use_sliding_window" in _DEFAULTS[architecture]:
         _complete_qwen_windows(config, path)
+    if architecture == "gemma3_text":
+        _complete_gemma_windows(config, path)
+
+
+def _complete_gemma_windows(config: dict[str, Any], path: Path) -> None:
+    """Of sliding_window_pattern layers the last one has no window, unless layer_types names them."""
+    if config.get("layer_types") is None:
+        period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+        if type(period) is not int or period < 1:
+            raise ConfigurationError(f"{path} lacks the key layer_types, or sliding_window_pattern in its place: download it again.", param="model")
+        config["layer_types"] = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(config["num_hidden_layers"])]
 
 
 def _complete_qwen_windows(config: dict[str, Any], path: Path) -> None:

@@ -40,6 +40,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "a layer of the type 'linear_attention'"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layers with sliding attention and no sliding_window"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ..., "max_window_layers": ...}, "max_window_layers = None"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma3_text", {"query_pre_attn_scalar": ...}, "lacks the key query_pre_attn_scalar"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+    ("gemma3_text", {"final_logit_softcapping": "x"}, "final_logit_softcapping = 'x'"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "lacks the key rope_local_base_freq"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": "x"}}}, "rope_local_base_freq = 'x'"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type = 'linear' for layers with sliding"),
+    ("gemma3_text", {"layer_types": ..., "_sliding_window_pattern": ...}, "lacks the key layer_types"),
     ("qwen3", {"head_dim": ...}, "lacks the key head_dim"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
 ]
@@ -91,6 +100,18 @@ def test_windows_without_layer_types(tmp_path: Path) -> None:
     oracle = variant.save(tmp_path)
     change(tmp_path, layer_types=...)
     check_close(logits_of(tmp_path, PROMPTS[4:], 0)[0], expected_logits(oracle, PROMPTS[4]))
+
+
+def test_gemma_keys_of_transformers_4(tmp_path: Path) -> None:
+    oracle = PLAIN["gemma3_text"].save(tmp_path)
+    changes: dict[str, Any] = dict.fromkeys(
+        ("rope_parameters", "layer_types", "_sliding_window_pattern", "tie_word_embeddings", "final_logit_softcapping"), ...
+    )
+    change(tmp_path, **changes, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window_pattern=2)
+    reread = type(oracle).from_pretrained(tmp_path, dtype=torch.float32)
+    expected = expected_logits(reread, PROMPTS[4])
+    assert not torch.allclose(expected, expected_logits(oracle, PROMPTS[4])), "the scaling counts"
+    check_close(logits_of(tmp_path, PROMPTS[4:], 0)[0], expected)
 
 
 def test_keys_of_transformers_4(tmp_path: Path) -> None:

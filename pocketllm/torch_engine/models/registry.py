@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pocketllm.torch_engine.models.gemma3_text import Gemma3Text
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.models.mistral import Mistral
 from pocketllm.torch_engine.models.model import ModelClass
@@ -14,4 +15,5 @@ MODELS: dict[str, ModelClass] = {
     "mistral": Mistral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "gemma3_text": Gemma3Text,
 }
