@@ -12,7 +12,9 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 
 TORCH_ARCHITECTURES = frozenset({"llama"})
-TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"})
+TORCH_GGUF_TYPES = frozenset(
+    {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
+)
 TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16"})
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})
 
