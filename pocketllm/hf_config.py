@@ -9,16 +9,41 @@ from typing import Any
 
 from pocketllm.errors import ConfigurationError
 
+_COMMON = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+# Keys without which the model is not known. What transformers would put in their place suits one checkpoint and no other.
 _REQUIRED = {
-    "llama": (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
+    "llama": _COMMON,
+    "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen3": (*_COMMON, "num_key_value_heads", "rope_theta", "head_dim"),
+    "gemma3_text": (
+        *_COMMON,
+        "num_key_value_heads",
+        "rope_theta",
+        "rope_local_base_freq",
+        "head_dim",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "hidden_activation",
     ),
+}
+# Keys that must be there too, and may be null.
+_NULLABLE = {"mistral": ("sliding_window",)}
+# What transformers' configs mean by a key that is left out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+    "gemma3_text": {"attention_bias": False, "tie_word_embeddings": True},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -29,7 +54,9 @@ _POSITIVE_INTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "sliding_window",
 )
+_POSITIVE_NUMBERS = ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -67,16 +94,22 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(text, dict):
         config.update(text)
         config["model_type"] = architecture
-    for name in _REQUIRED.get(architecture, ()):
-        if config.get(name) is None:
-            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     for name in _POSITIVE_INTS:
         if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
             raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
     _normalize_rope(config, path)
+    for name in _REQUIRED.get(architecture, ()):
+        if config.get(name) is None:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    for name in _POSITIVE_NUMBERS:
+        if config.get(name) is not None and not _is_positive(config[name]):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a number above 0: download it again.", param="model")
+    for name in _NULLABLE.get(architecture, ()):
+        if name not in config:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    if architecture in _REQUIRED:
+        _complete(config, architecture, path)
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    if architecture == "llama":
-        _complete_llama(config, path)
     return architecture, config
 
 
@@ -103,17 +136,29 @@ def hf_generation_defaults(raw: Mapping[str, Any], generation: Mapping[str, Any]
     return defaults
 
 
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
 def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys():
+        # One rotation for each kind of layer: the layers without a window are the rule, the local ones have keys of their own.
+        local = parameters.get("sliding_attention") or {}
+        kind = local.get("rope_type", "default")
+        if kind != "default":
+            raise ConfigurationError(
+                f"{path} has rope_type = {kind!r} for layers with sliding attention, which is not supported: use another model.", param="model"
+            )
+        config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
+        parameters = parameters.get("full_attention")
     if not isinstance(parameters, dict):
         parameters = config.get("rope_scaling")
     if not isinstance(parameters, dict):
         parameters = {}
     theta = parameters.get("rope_theta", config.get("rope_theta"))
     if theta is not None:
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
-            raise ConfigurationError(f"{path} has rope_theta = {theta!r}, which should be a number above 0: download it again.", param="model")
-        config["rope_theta"] = float(theta)
+        config["rope_theta"] = float(theta) if _is_positive(theta) else theta
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -121,7 +166,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
 
 
-def _complete_llama(config: dict[str, Any], path: Path) -> None:
+def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -133,6 +178,32 @@ def _complete_llama(config: dict[str, Any], path: Path) -> None:
         config["head_dim"] = hidden // heads
     if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
         raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
-    # What transformers' LlamaConfig means by a key that is left out.
-    for name, value in {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+    for name, value in _DEFAULTS[architecture].items():
         config.setdefault(name, value)
+    if "use_sliding_window" in _DEFAULTS[architecture]:
+        _complete_qwen_windows(config, path)
+    if architecture == "gemma3_text":
+        _complete_gemma_windows(config, path)
+
+
+def _complete_gemma_windows(config: dict[str, Any], path: Path) -> None:
+    """Of sliding_window_pattern layers the last one has no window, unless layer_types names them."""
+    if config.get("layer_types") is None:
+        period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+        if type(period) is not int or period < 1:
+            raise ConfigurationError(f"{path} lacks the key layer_types, or sliding_window_pattern in its place: download it again.", param="model")
+        config["layer_types"] = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(config["num_hidden_layers"])]
+
+
+def _complete_qwen_windows(config: dict[str, Any], path: Path) -> None:
+    """sliding_window counts where use_sliding_window says so; layers from max_window_layers on have it, unless layer_types names them."""
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+    window, count = config.setdefault("sliding_window", None), config["num_hidden_layers"]
+    if config.get("layer_types") is None:
+        first = config.get("max_window_layers")
+        if window is not None and (type(first) is not int or first < 0):
+            raise ConfigurationError(
+                f"{path} has max_window_layers = {first!r}, which should be a whole number where there is a sliding window: download it again.", param="model"
+            )
+        config["layer_types"] = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(count)]

@@ -78,7 +78,7 @@ class TorchBackend(Backend):
         from pocketllm.torch_engine.block_pool import BlockPool
         from pocketllm.torch_engine.layers.attention import KVCache
         from pocketllm.torch_engine.model_runner import ModelRunner
-        from pocketllm.torch_engine.models.llama import Llama
+        from pocketllm.torch_engine.models.registry import MODELS
         from pocketllm.torch_engine.scheduler import Scheduler
 
         args, config = self._args, self._checkpoint.config
@@ -93,7 +93,8 @@ class TorchBackend(Backend):
             progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
 
         with torch.inference_mode():
-            model = Llama(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
+            build = MODELS[self._checkpoint.architecture]
+            model = build(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
             cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
         self._capabilities = replace(
@@ -103,7 +104,7 @@ class TorchBackend(Backend):
             details={
                 "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
                 "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
-                "native_kernels": model.native_unsuited or "in use",
+                "native_kernels": model.native_kernels,
                 "weight_bytes": model.num_bytes,
                 "kv_cache_bytes": cache.num_bytes,
                 "kv_blocks": num_blocks,

@@ -14,7 +14,7 @@ from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import Masks, Words
-from pocketllm.torch_engine.models.llama import Llama
+from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 
@@ -37,12 +37,12 @@ class ModelRunner:
         num_threads: threads of torch's operators.
     """
 
-    def __init__(self, model: Llama, cache: KVCache, block_size: int, num_threads: int) -> None:
+    def __init__(self, model: Model, cache: KVCache, block_size: int, num_threads: int) -> None:
         self.model = model
         self.cache = cache
         self.block_size = block_size
         self.num_threads = num_threads
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.vocab_size
 
     @torch.inference_mode()
     def execute(self, step: Sequence[ScheduledRow], masks: Masks) -> dict[int, Draw | BaseException]:
