@@ -17,6 +17,7 @@ def gemma(**keys: Any) -> dict[str, Any]:
 
 
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 VARIANTS = [
     Variant("llama", "llama", is_plain=True),
@@ -50,5 +51,11 @@ VARIANTS = [
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+    ),
+    Variant("qwen3-moe", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, is_plain=True),
+    Variant(
+        "qwen3-moe-mixed",
+        "qwen3_moe",
+        {**EXPERTS, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "use_sliding_window": True, "sliding_window": WINDOW},
     ),
 ]

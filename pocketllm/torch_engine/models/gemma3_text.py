@@ -23,7 +23,7 @@ class Gemma3Text(Decoder):
     @staticmethod
     def read_spec(checkpoint: Checkpoint) -> DecoderSpec:
         # transformers computes no soft cap of the scores for this architecture, whatever the key says.
-        only(checkpoint, mlp_bias=False, attn_logit_softcapping=None, use_bidirectional_attention=False)
+        only(checkpoint, mlp_bias=False, attn_logit_softcapping=None, rope_local_scaling=None, use_bidirectional_attention=False)
         bias = need(checkpoint, "attention_bias")
         return read_spec(
             checkpoint,

@@ -8,6 +8,7 @@ from pocketllm.torch_engine.models.mistral import Mistral
 from pocketllm.torch_engine.models.model import ModelClass
 from pocketllm.torch_engine.models.qwen2 import Qwen2
 from pocketllm.torch_engine.models.qwen3 import Qwen3
+from pocketllm.torch_engine.models.qwen3_moe import Qwen3Moe
 
 # Hugging Face's model_type -> the model
 MODELS: dict[str, ModelClass] = {
@@ -15,5 +16,6 @@ MODELS: dict[str, ModelClass] = {
     "mistral": Mistral,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
     "gemma3_text": Gemma3Text,
 }
