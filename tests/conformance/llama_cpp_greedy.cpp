@@ -35,8 +35,8 @@ int main(int argc, char** argv) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = ids.size() + count;
     params.n_threads = params.n_threads_batch = 1;
-    llama_context* context = llama_init_from_model(model, params);
-    if (!context) return 1;
+    llama_context* context = count ? llama_init_from_model(model, params) : nullptr;
+    if (count && !context) return 1;
     std::vector<llama_token> next = ids, answer;
     std::vector<float> leads;
     while (static_cast<int>(answer.size()) < count) {
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
       answer.push_back(best);
       next = {best};
     }
-    llama_free(context);
+    if (context) llama_free(context);
     std::printf("{");
     print_ids("prompt_ids", ids);
     print_ids("ids", answer);

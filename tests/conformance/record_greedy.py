@@ -1,4 +1,4 @@
-"""Writes llama.cpp's greedy ids into gemma_greedy.json, for the prompts that stand there.
+"""Writes llama.cpp's greedy ids into gemma_greedy.json, for the prompts that stand there, and its ids of the tokenizer tests' texts.
 
     scripts/build_llama_cpp.sh
     work=build/llama.cpp/work
@@ -17,23 +17,31 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 from tests.conformance.gemma_file import GREEDY, NEW_TOKENS, fetch_gemma
+from tests.conformance.test_tokenizer_oracle import TEXTS
+
+
+def run(binary: str, prompts: list[str], count: int) -> list[dict[str, Any]]:
+    command = [binary, str(fetch_gemma()), str(count)]
+    result = subprocess.run(command, input="".join(f"{prompt}\0" for prompt in prompts).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def main(binary: str) -> None:
     recorded = json.loads(GREEDY.read_text(encoding="utf-8"))
     prompts = [case["prompt"] for case in recorded["cases"]]
-    command = [binary, str(fetch_gemma()), str(NEW_TOKENS)]
-    result = subprocess.run(command, input="".join(f"{prompt}\0" for prompt in prompts), capture_output=True, text=True, encoding="utf-8", check=True)
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
-    recorded["cases"] = [
+    cases = [
         {"prompt": prompt, "prompt_ids": answer["prompt_ids"], "ids": answer["ids"], "least_lead": min(answer["leads"])}
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(prompts, run(binary, prompts, NEW_TOKENS), strict=True)
     ]
-    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in recorded.pop("cases"))
-    head = json.dumps(recorded, ensure_ascii=False, indent=1).removesuffix("\n}")
-    GREEDY.write_text(f'{head},\n "cases": [\n{lines}\n]}}\n', encoding="utf-8")
+    texts = [text for text in TEXTS if "\0" not in text]
+    tokenized = [{"text": text, "ids": answer["prompt_ids"]} for text, answer in zip(texts, run(binary, texts, 0), strict=True)]
+    parts = [f'"{name}": {json.dumps(recorded[name])}' for name in ("made_by", "llama_cpp", "model")]
+    for name, rows in (("cases", cases), ("tokenized", tokenized)):
+        parts.append(f'"{name}": [\n' + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]")
+    GREEDY.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from pocketllm.text.tokenizer import load_tokenizer
 from tests.conformance.gemma_file import GREEDY, NEW_TOKENS, GemmaUnavailableError, fetch_gemma
 from tests.conformance.test_greedy import alone, opened, staggered
 
-CASES: list[dict[str, Any]] = json.loads(GREEDY.read_text(encoding="utf-8"))["cases"]
+RECORDED: dict[str, list[dict[str, Any]]] = json.loads(GREEDY.read_text(encoding="utf-8"))
+CASES = RECORDED["cases"]
 PROMPTS = [case["prompt_ids"] for case in CASES]
 EXPECTED = [case["ids"] for case in CASES]
 
@@ -33,11 +34,13 @@ def test_the_recorded_answers_are_what_the_tests_take_them_for() -> None:
     assert min(case["least_lead"] for case in CASES) >= 1
 
 
-def test_prompts_have_the_ids_that_llama_cpp_gives_them(gemma: Path) -> None:
+def test_texts_have_the_ids_that_llama_cpp_gives_them(gemma: Path) -> None:
     tokenizer = load_tokenizer(open_checkpoint(gemma))
-    for case in CASES:
-        assert tokenizer.encode(case["prompt"], add_special_tokens=True) == case["prompt_ids"]
-        assert tokenizer.decode(case["prompt_ids"]) == case["prompt"]
+    texts = [(row["text"], row["ids"]) for row in RECORDED["tokenized"]] + [(case["prompt"], case["prompt_ids"]) for case in CASES]
+    assert len(texts) > 30
+    for text, ids in texts:
+        assert tokenizer.encode(text, add_special_tokens=True) == ids
+        assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("compute", ["float32", "auto"])
