@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.scheduler import Scheduler
 
 BLOCK_SIZE = 16
+_HYBRID = ("qwen3_5", "qwen3_5_text")
+_SNAPSHOTS_A_ROW = 4
+_LEAST_SNAPSHOT_INTERVAL = 512  # tokens
+_UNCHUNKED_SNAPSHOT_INTERVAL = 8192  # tokens; each snapshot cuts a prompt that would be computed in one step
 _MAX_THREADS = 1024  # far more than help; OpenMP ends the process when the system refuses it a thread
 _OPTIONS = ("num_threads", "native_kernels")
 
@@ -86,6 +90,8 @@ class TorchBackend(Backend):
         dtype = _compute_dtype(args.dtype)
         kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
         num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
+        if self._checkpoint.architecture in _HYBRID:
+            return self._build_hybrid(progress, check_open, dtype, kv_dtype)
         num_blocks = self._num_blocks(2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize)
 
         def on_layer(done: int) -> None:
@@ -113,6 +119,62 @@ class TorchBackend(Backend):
         )
         return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
 
+    def _build_hybrid(
+        self, progress: ProgressCallback, check_open: Callable[[], None], dtype: torch.dtype | None, kv_dtype: torch.dtype
+    ) -> tuple[Scheduler, ModelRunner]:
+        """As _build, for a model whose layers are not all attention."""
+        import torch
+
+        from pocketllm.torch_engine.block_pool import BlockPool
+        from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
+        from pocketllm.torch_engine.model_runner import ModelRunner
+        from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+        from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
+        from pocketllm.torch_engine.scheduler import Scheduler
+        from pocketllm.torch_engine.state_pool import StatePool
+
+        args, config = self._args, Qwen3_5Config.from_checkpoint(self._checkpoint)
+        num_snapshots, state_bytes = self._plan_states(config.num_state_layers * config.delta_net.state_shape.num_bytes)
+        num_blocks = self._num_blocks(2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim * kv_dtype.itemsize, state_bytes)
+        interval = max(args.prefill_chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if args.prefill_chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
+        states = StatePool(args.max_batch_size, num_snapshots, -(-interval // BLOCK_SIZE))
+
+        def on_layer(done: int) -> None:
+            check_open()
+            progress(LoadProgress(done / config.num_hidden_layers, f"loading weights: layer {done} of {config.num_hidden_layers}"))
+
+        with torch.inference_mode():
+            model = Qwen3_5(self._checkpoint, dtype, self._context_length, on_layer)
+            state_cache = StateCache(config.num_state_layers, states.num_slots, config.delta_net.state_shape)
+            cache = HybridCache(config.num_attention_layers, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, kv_dtype, state_cache)
+        pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
+        self._capabilities = replace(
+            self._capabilities,
+            chunked_prefill=args.prefill_chunk_tokens > 0,
+            prefix_caching=args.enable_prefix_caching,
+            details={
+                "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+                "native_kernels": model.native_unsuited,
+                "weight_bytes": model.num_bytes,
+                "kv_cache_bytes": cache.num_bytes,
+                "kv_blocks": num_blocks,
+                "block_size": BLOCK_SIZE,
+                "state_bytes": state_cache.num_bytes,
+                "state_snapshots": num_snapshots,
+                "snapshot_interval": states.interval_blocks * BLOCK_SIZE,
+                "num_threads": self._num_threads,
+            },
+        )
+        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens, states), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
+
+    def _plan_states(self, slot_bytes: int) -> tuple[int, int]:
+        """Number of state snapshots, and the bytes of all state slots: one a row, and snapshots in at most a quarter of what is left of the cache's memory."""
+        rows = self._args.max_batch_size
+        total = self._args.kv_cache_bytes or psutil.virtual_memory().available // 4
+        snapshots = max(0, min(_SNAPSHOTS_A_ROW * rows, (total - rows * slot_bytes) // 4 // slot_bytes)) if self._args.enable_prefix_caching else 0
+        return snapshots, (rows + snapshots) * slot_bytes
+
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
             raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
@@ -137,8 +199,8 @@ class TorchBackend(Backend):
         if self._engine is not None:
             self._engine.close()
 
-    def _num_blocks(self, bytes_per_token: int) -> int:
-        """KV blocks that the options and the memory allow, at least one full context."""
+    def _num_blocks(self, bytes_per_token: int, state_bytes: int = 0) -> int:
+        """KV blocks that the options and the memory allow beside `state_bytes`, at least one full context."""
         block_bytes = bytes_per_token * BLOCK_SIZE
         per_row = -(-self._context_length // BLOCK_SIZE)
         wanted = per_row * self._args.max_batch_size
@@ -149,10 +211,10 @@ class TorchBackend(Backend):
                     f'"kv_cache_memory" = {self._args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that this machine has: lower it.',
                     param="kv_cache_memory",
                 )
-            wanted = explicit // block_bytes
+            wanted = max(0, explicit - state_bytes) // block_bytes
             remedy = "raise kv_cache_memory or lower max_model_len"
         else:
-            wanted = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
+            wanted = min(wanted, max(0, psutil.virtual_memory().available // 4 - state_bytes) // block_bytes)
             remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
         if wanted < per_row:
             needed, allowed = per_row * block_bytes / 2**20, wanted * block_bytes / 2**20
