@@ -1,0 +1,147 @@
+"""Small random qwen3_5 models of transformers, on disk, and the torch plane's scheduler and runner on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from pocketllm.backends.base import EngineRequest
+from pocketllm.checkpoint import open_checkpoint
+from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
+from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from pocketllm.torch_engine.scheduler import Row, Scheduler
+from pocketllm.torch_engine.state_pool import StatePool
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 151,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 512,
+    "full_attention_interval": 2,
+}
+
+
+def fill(model: torch.nn.Module, seed: int = 11) -> None:
+    """Random weights, large enough that greedy answers wander."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("A_log"):
+                weight.copy_(noise.abs() / 2)
+            elif "norm" in name or name.endswith("dt_bias"):
+                weight.add_(noise / 4)
+            elif "embed_tokens" in name:
+                weight.copy_(noise * 2)
+            elif weight.ndim > 1:
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
+
+
+def write_tiny(directory: Path, **sizes: Any) -> Qwen3_5ForCausalLM:
+    """A text checkpoint in `directory`. Returns the same model in transformers."""
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SIZES, **sizes})).eval()
+    fill(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """transformers' own answer."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return answer[0, len(prompt) :].tolist()
+
+
+class Plane:
+    """Scheduler and runner, stepped by the test as the engine does.
+
+    Attributes:
+        answers: ids by request.
+        logits: by request, what each of its ids was drawn from.
+        computed: tokens that each request computed.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        *,
+        slots: int = 5,
+        chunk: int = 0,
+        snapshots: int = 64,
+        interval_blocks: int = 3,
+        caching: bool = True,
+    ) -> None:
+        config = model.config
+        self.states = StatePool(slots, snapshots, interval_blocks)
+        store = StateCache(config.num_state_layers, self.states.num_slots, config.delta_net.state_shape)
+        cache = HybridCache(config.num_attention_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, torch.float32, store)
+        self.runner = ModelRunner(model, cache, block_size, 1)
+        self.masks = Masks(config.vocab_size)
+        self.scheduler = Scheduler(BlockPool(num_blocks, block_size, enable_prefix_caching=caching), slots, chunk, self.states)
+        self.answers: dict[str, list[int]] = {}
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.computed: dict[str, int] = {}
+        self.rows: dict[str, Row] = {}
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self.rows[name] = self.scheduler.add(EngineRequest(name, tuple(prompt), max_tokens))
+        self.answers[name], self.logits[name], self.computed[name] = [], [], 0
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        model = self.runner.model
+        seen: list[torch.Tensor] = []
+        original = model.logits
+        model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        try:
+            results = self.runner.execute(step, self.masks, self.scheduler.take_copies())
+        finally:
+            del model.logits
+        sampling = sorted((one for one in step if one.samples), key=lambda one: one.num_tokens != 1)  # the batch's own order
+        for one, logits in zip(sampling, seen[0] if seen else [], strict=True):
+            self.logits[one.row.request.request_id].append(logits.clone())
+        for one in step:
+            self.computed[one.row.request.request_id] += one.num_tokens
+        draws = [results[place] for place, one in enumerate(step) if one.samples]
+        for update in self.scheduler.update(step, [draw.token_id for draw in draws if isinstance(draw, Draw)]):
+            self.answers[update.row.request.request_id].extend(update.token_ids)
+        self.scheduler.check_integrity()
+
+    def run(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+        assert self.scheduler.pool.num_used == 0
+
+    def ask(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """Answer and cached tokens of one request by itself."""
+        name = f"r{len(self.rows)}"
+        self.add(name, prompt, max_tokens)
+        self.run()
+        cached = self.rows[name].cached_tokens
+        assert cached is not None
+        if not self.scheduler.num_preemptions:
+            assert self.computed[name] == len(prompt) + len(self.answers[name]) - 1 - cached
+        return self.answers[name], cached
+
+
+def load(directory: Path) -> Qwen3_5:
+    with torch.inference_mode():
+        return Qwen3_5(open_checkpoint(directory), torch.float32, SIZES["max_position_embeddings"], lambda done: None)
