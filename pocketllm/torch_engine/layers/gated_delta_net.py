@@ -11,6 +11,7 @@ corrections solve a triangular system, so S is read and written once a chunk. Al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +127,8 @@ class GatedDeltaNet:
         return read
 
     def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[num_tokens, conv_dim] -> queries and keys [num_tokens, num_key_heads, key_dim] of length key_dim ** -0.5 and 1, values [num_tokens, num_value_heads, value_dim]."""
+        """[num_tokens, conv_dim] -> queries of length key_dim ** -0.5 and keys of length 1, [num_tokens, num_key_heads, key_dim], and values
+        [num_tokens, num_value_heads, value_dim]."""
         sizes = self.sizes
         query, key, value = qkv.split([sizes.num_key_heads * sizes.key_dim] * 2 + [sizes.value_size], dim=-1)
         query, key = (_unit(heads.unflatten(-1, (sizes.num_key_heads, sizes.key_dim))) for heads in (query, key))
@@ -188,13 +190,12 @@ def chunked_delta_rule(
         [num_tokens, num_heads, value_dim].
     """
     parts = []
-    whole = query.shape[0] // CHUNK * CHUNK
-    bounds = [*range(0, whole, CHUNK * _CHUNKS_AT_ONCE), whole, query.shape[0]]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    whole = query.shape[0] // CHUNK * CHUNK  # what is left makes one shorter chunk
+    for start, end in pairwise([*range(0, whole, CHUNK * _CHUNKS_AT_ONCE), whole, query.shape[0]]):
         if start < end:
-            chunk = min(CHUNK, end - start)
-            cut = (x[start:end].unflatten(0, (-1, chunk)) for x in (query, key, value, decay, beta))
-            parts.append(_run_chunks(*cut, state, key_heads))
+            shape = (-1, min(CHUNK, end - start))
+            q, k, v, d, b = (x[start:end].unflatten(0, shape) for x in (query, key, value, decay, beta))
+            parts.append(_run_chunks(q, k, v, d, b, state, key_heads))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

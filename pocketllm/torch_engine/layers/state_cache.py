@@ -44,7 +44,7 @@ class StateCache:
         shape: of one slot in one layer.
 
     Attributes:
-        conv: a layer: [num_slots, conv_tail, conv_dim] float32, the last inputs of the convolution before its activation, oldest first, 0 before the row's beginning.
+        conv: a layer: [num_slots, conv_tail, conv_dim] float32, the last inputs of the convolution, oldest first, 0 before the row's beginning.
         recurrent: a layer: [num_slots, num_heads, key_dim, value_dim] float32.
     """
 
