@@ -9,16 +9,28 @@ from typing import Any
 
 from pocketllm.errors import ConfigurationError
 
+_COMMON = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+# Keys without which the model is not known. What transformers would put in their place suits one checkpoint and no other.
 _REQUIRED = {
-    "llama": (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    ),
+    "llama": _COMMON,
+    "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
+}
+# Keys that must be there too, and may be null.
+_NULLABLE = {"mistral": ("sliding_window",)}
+# What transformers' configs mean by a key that is left out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -29,6 +41,7 @@ _POSITIVE_INTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "sliding_window",
 )
 
 
@@ -67,16 +80,19 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(text, dict):
         config.update(text)
         config["model_type"] = architecture
-    for name in _REQUIRED.get(architecture, ()):
-        if config.get(name) is None:
-            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     for name in _POSITIVE_INTS:
         if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
             raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
     _normalize_rope(config, path)
+    for name in _REQUIRED.get(architecture, ()):
+        if config.get(name) is None:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
+    for name in _NULLABLE.get(architecture, ()):
+        if name not in config:
+            raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    if architecture == "llama":
-        _complete_llama(config, path)
+    if architecture in _REQUIRED:
+        _complete(config, architecture, path)
     return architecture, config
 
 
@@ -121,7 +137,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
 
 
-def _complete_llama(config: dict[str, Any], path: Path) -> None:
+def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -133,6 +149,21 @@ def _complete_llama(config: dict[str, Any], path: Path) -> None:
         config["head_dim"] = hidden // heads
     if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
         raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
-    # What transformers' LlamaConfig means by a key that is left out.
-    for name, value in {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+    for name, value in _DEFAULTS[architecture].items():
         config.setdefault(name, value)
+    if "use_sliding_window" in _DEFAULTS[architecture]:
+        _complete_qwen_windows(config, path)
+
+
+def _complete_qwen_windows(config: dict[str, Any], path: Path) -> None:
+    """sliding_window counts where use_sliding_window says so; layers from max_window_layers on have it, unless layer_types names them."""
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+    window, count = config.setdefault("sliding_window", None), config["num_hidden_layers"]
+    if config.get("layer_types") is None:
+        first = config.get("max_window_layers")
+        if window is not None and (type(first) is not int or first < 0):
+            raise ConfigurationError(
+                f"{path} has max_window_layers = {first!r}, which should be a whole number where there is a sliding window: download it again.", param="model"
+            )
+        config["layer_types"] = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(count)]

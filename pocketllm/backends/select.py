@@ -11,7 +11,8 @@ from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 
-TORCH_ARCHITECTURES = frozenset({"llama", "qwen3_5", "qwen3_5_text"})
+# The keys of torch_engine/models/registry.py, which may not be imported here.
+TORCH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3_5", "qwen3_5_text"})
 TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"})
 TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16"})
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
     from pocketllm.torch_engine.model_runner import ModelRunner
     from pocketllm.torch_engine.scheduler import Scheduler
+    from pocketllm.torch_engine.state_pool import StatePool
 
 BLOCK_SIZE = 16
-_HYBRID = ("qwen3_5", "qwen3_5_text")
 _SNAPSHOTS_A_ROW = 4
 _LEAST_SNAPSHOT_INTERVAL = 512  # tokens
 _UNCHUNKED_SNAPSHOT_INTERVAL = 8192  # tokens; each snapshot cuts a prompt that would be computed in one step
@@ -81,8 +81,9 @@ class TorchBackend(Backend):
 
         from pocketllm.torch_engine.block_pool import BlockPool
         from pocketllm.torch_engine.layers.attention import KVCache
+        from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
         from pocketllm.torch_engine.model_runner import ModelRunner
-        from pocketllm.torch_engine.models.llama import Llama
+        from pocketllm.torch_engine.models.registry import HYBRIDS, MODELS
         from pocketllm.torch_engine.scheduler import Scheduler
 
         args, config = self._args, self._checkpoint.config
@@ -90,17 +91,26 @@ class TorchBackend(Backend):
         dtype = _compute_dtype(args.dtype)
         kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
         num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
-        if self._checkpoint.architecture in _HYBRID:
-            return self._build_hybrid(progress, check_open, dtype, kv_dtype)
-        num_blocks = self._num_blocks(2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize)
+        read = HYBRIDS.get(self._checkpoint.architecture)
+        hybrid = None if read is None else read(self._checkpoint)
+        states, state_bytes = None, 0
+        if hybrid is not None:
+            states, state_bytes = self._plan_states(hybrid.num_state_layers * hybrid.delta_net.state_shape.num_bytes)
+        num_kv_layers = num_layers if hybrid is None else hybrid.num_attention_layers
+        num_blocks = self._num_blocks(2 * num_kv_layers * num_kv_heads * head_dim * kv_dtype.itemsize, state_bytes)
 
         def on_layer(done: int) -> None:
             check_open()
             progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
 
         with torch.inference_mode():
-            model = Llama(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
-            cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
+            build = MODELS[self._checkpoint.architecture]
+            model = build(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
+            sizes = (num_kv_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
+            if hybrid is None or states is None:
+                cache = KVCache(*sizes)
+            else:
+                cache = HybridCache(*sizes, StateCache(hybrid.num_state_layers, states.num_slots, hybrid.delta_net.state_shape))
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
         self._capabilities = replace(
             self._capabilities,
@@ -109,71 +119,26 @@ class TorchBackend(Backend):
             details={
                 "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
                 "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
-                "native_kernels": model.native_unsuited or "in use",
+                "native_kernels": model.native_kernels,
                 "weight_bytes": model.num_bytes,
                 "kv_cache_bytes": cache.num_bytes,
                 "kv_blocks": num_blocks,
                 "block_size": BLOCK_SIZE,
-                "num_threads": self._num_threads,
-            },
-        )
-        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
-
-    def _build_hybrid(
-        self, progress: ProgressCallback, check_open: Callable[[], None], dtype: torch.dtype | None, kv_dtype: torch.dtype
-    ) -> tuple[Scheduler, ModelRunner]:
-        """As _build, for a model whose layers are not all attention."""
-        import torch
-
-        from pocketllm.torch_engine.block_pool import BlockPool
-        from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
-        from pocketllm.torch_engine.model_runner import ModelRunner
-        from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
-        from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
-        from pocketllm.torch_engine.scheduler import Scheduler
-        from pocketllm.torch_engine.state_pool import StatePool
-
-        args, config = self._args, Qwen3_5Config.from_checkpoint(self._checkpoint)
-        num_snapshots, state_bytes = self._plan_states(config.num_state_layers * config.delta_net.state_shape.num_bytes)
-        num_blocks = self._num_blocks(2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim * kv_dtype.itemsize, state_bytes)
-        interval = max(args.prefill_chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if args.prefill_chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
-        states = StatePool(args.max_batch_size, num_snapshots, -(-interval // BLOCK_SIZE))
-
-        def on_layer(done: int) -> None:
-            check_open()
-            progress(LoadProgress(done / config.num_hidden_layers, f"loading weights: layer {done} of {config.num_hidden_layers}"))
-
-        with torch.inference_mode():
-            model = Qwen3_5(self._checkpoint, dtype, self._context_length, on_layer)
-            state_cache = StateCache(config.num_state_layers, states.num_slots, config.delta_net.state_shape)
-            cache = HybridCache(config.num_attention_layers, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, kv_dtype, state_cache)
-        pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
-        self._capabilities = replace(
-            self._capabilities,
-            chunked_prefill=args.prefill_chunk_tokens > 0,
-            prefix_caching=args.enable_prefix_caching,
-            details={
-                "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
-                "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
-                "native_kernels": model.native_unsuited,
-                "weight_bytes": model.num_bytes,
-                "kv_cache_bytes": cache.num_bytes,
-                "kv_blocks": num_blocks,
-                "block_size": BLOCK_SIZE,
-                "state_bytes": state_cache.num_bytes,
-                "state_snapshots": num_snapshots,
-                "snapshot_interval": states.interval_blocks * BLOCK_SIZE,
+                **({} if states is None else _state_details(states, state_bytes)),
                 "num_threads": self._num_threads,
             },
         )
         return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens, states), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
 
-    def _plan_states(self, slot_bytes: int) -> tuple[int, int]:
-        """Number of state snapshots, and the bytes of all state slots: one a row, and snapshots in at most a quarter of what is left of the cache's memory."""
-        rows = self._args.max_batch_size
-        total = self._args.kv_cache_bytes or psutil.virtual_memory().available // 4
-        snapshots = max(0, min(_SNAPSHOTS_A_ROW * rows, (total - rows * slot_bytes) // 4 // slot_bytes)) if self._args.enable_prefix_caching else 0
-        return snapshots, (rows + snapshots) * slot_bytes
+    def _plan_states(self, slot_bytes: int) -> tuple[StatePool, int]:
+        """State slots and their bytes: one a row, and snapshots in at most a quarter of what that leaves of the cache's memory."""
+        from pocketllm.torch_engine.state_pool import StatePool
+
+        args, rows = self._args, self._args.max_batch_size
+        total = args.kv_cache_bytes or psutil.virtual_memory().available // 4
+        num_snapshots = max(0, min(_SNAPSHOTS_A_ROW * rows, (total - rows * slot_bytes) // 4 // slot_bytes)) if args.enable_prefix_caching else 0
+        interval = max(args.prefill_chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if args.prefill_chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
+        return StatePool(rows, num_snapshots, -(-interval // BLOCK_SIZE)), (rows + num_snapshots) * slot_bytes
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
@@ -223,6 +188,14 @@ class TorchBackend(Backend):
                 param="kv_cache_memory",
             )
         return wanted
+
+
+def _state_details(states: StatePool, num_bytes: int) -> dict[str, int]:
+    return {
+        "state_bytes": num_bytes,
+        "state_snapshots": states.num_slots - states.num_rows,
+        "snapshot_interval": states.interval_blocks * BLOCK_SIZE,
+    }
 
 
 def _plane_options(args: EngineArgs) -> tuple[int, bool]:

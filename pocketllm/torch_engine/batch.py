@@ -10,6 +10,8 @@ import torch
 
 from pocketllm.torch_engine.scheduler import ScheduledRow
 
+_LEAST_PIECE = 64  # tokens of a prompt that attend together: a narrow window is not worth a call for each of its tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
@@ -20,11 +22,28 @@ class Prefill:
         blocks: its blocks [num_blocks] int64, or the run that they form.
         length: tokens that it attends to, its last one included.
         mask: [num_tokens, length], 0 where a token may attend and -inf elsewhere; None when the row starts at its beginning.
+        table: the row's blocks as numbers.
     """
 
     tokens: slice
     blocks: torch.Tensor | slice
     length: int
+    mask: torch.Tensor | None
+    table: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The rows that compute one token, as one kind of attention reads them.
+
+    Args:
+        blocks: their blocks one after another, equally many a row, [num_decode * width] int64; or one row's run.
+        seen: of one row, the slots within its blocks that it attends to.
+        mask: of several rows, [num_decode, 1, 1, slots a row], 0 or -inf; None for one row.
+    """
+
+    blocks: torch.Tensor | slice
+    seen: slice
     mask: torch.Tensor | None
 
 
@@ -76,6 +95,65 @@ class Batch:
         past_end = torch.arange(self.decode_tables.shape[1] * self.block_size) >= self.decode_lengths.unsqueeze(1)  # [num_decode, slots a row]
         return torch.zeros(past_end.shape, dtype=self.mask_dtype).masked_fill_(past_end, float("-inf"))[:, None, None, :]
 
+    def decode(self, window: int | None) -> Decode:
+        """The decoding rows for layers whose tokens attend to the last `window` tokens, themselves included; None is all of them."""
+        if window not in self._decodes:
+            self._decodes[window] = self._full_decode() if window is None else self._windowed_decode(window)
+        return self._decodes[window]
+
+    def windowed_prefills(self, window: int | None) -> list[Prefill]:
+        """The prefilling rows for such layers. A row of more tokens than the window comes in pieces, each with the blocks that it sees."""
+        if window is None:
+            return self.prefills
+        if window not in self._prefills:
+            self._prefills[window] = [piece for prefill in self.prefills for piece in self._pieces(prefill, window)]
+        return self._prefills[window]
+
+    @cached_property
+    def _decodes(self) -> dict[int | None, Decode]:
+        return {}
+
+    @cached_property
+    def _prefills(self) -> dict[int, list[Prefill]]:
+        return {}
+
+    def _full_decode(self) -> Decode:
+        return Decode(self.decode_blocks, slice(0, int(self.decode_lengths[0])), self.decode_mask)
+
+    def _windowed_decode(self, window: int) -> Decode:
+        size, lengths = self.block_size, self.decode_lengths.tolist()
+        firsts = [max(0, length - window) // size for length in lengths]  # each row's first block that is still seen
+        width = max(-(-length // size) - first for length, first in zip(lengths, firsts, strict=True))
+        if self.num_decode == 1:
+            table = self.decode_tables[0, firsts[0] : firsts[0] + width].tolist()
+            end = lengths[0] - firsts[0] * size
+            return Decode(_run_or_list(table), slice(max(0, end - window), end), None)
+        places = torch.tensor(firsts).unsqueeze(1) + torch.arange(width)  # [num_decode, width]
+        # Past a row's end stands a block of its own, masked.
+        blocks = self.decode_tables.gather(1, places.clamp(max=self.decode_tables.shape[1] - 1))
+        positions = torch.tensor(firsts).unsqueeze(1) * size + torch.arange(width * size)  # [num_decode, slots a row]
+        ends = self.decode_lengths.unsqueeze(1)
+        unseen = (positions >= ends) | (positions < ends - window)
+        mask = torch.zeros(unseen.shape, dtype=self.mask_dtype).masked_fill_(unseen, float("-inf"))
+        return Decode(blocks.flatten(), slice(0, 0), mask[:, None, None, :])
+
+    def _pieces(self, prefill: Prefill, window: int) -> list[Prefill]:
+        count = prefill.tokens.stop - prefill.tokens.start
+        start = prefill.length - count
+        if prefill.length <= window:
+            return [prefill]
+        step = max(window, _LEAST_PIECE)
+        pieces = []
+        for at in range(0, count, step):
+            begin, end = start + at, start + min(at + step, count)
+            first = max(0, begin + 1 - window) // self.block_size
+            table = prefill.table[first : -(-end // self.block_size)]
+            offset = first * self.block_size
+            tokens = slice(prefill.tokens.start + at, prefill.tokens.start + min(at + step, count))
+            mask = _causal_mask(begin - offset, end - offset, self.mask_dtype, window)
+            pieces.append(Prefill(tokens, _run_or_list(table), end - offset, mask, table))
+        return pieces
+
     def prefill_part(self) -> Batch:
         """The same step without the rows that decode."""
         count = self.num_decode
@@ -112,7 +190,7 @@ def build_batch(step: Sequence[ScheduledRow], block_size: int, mask_dtype: torch
         if scheduled.num_tokens != 1:
             table = row.block_table[: -(-end // block_size)]
             mask = None if start == 0 else _causal_mask(start, end, mask_dtype)
-            prefills.append(Prefill(slice(first, len(token_ids)), _run_or_list(table), end, mask))
+            prefills.append(Prefill(slice(first, len(token_ids)), _run_or_list(table), end, mask, table))
         if scheduled.samples:
             sample_index.append(len(token_ids) - 1)
             sampling.append(scheduled)
@@ -144,7 +222,10 @@ def _run_or_list(table: list[int]) -> torch.Tensor | slice:
     return torch.tensor(table)
 
 
-def _causal_mask(start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """[end - start, end]: token i, at position start + i, attends to positions up to its own."""
-    ahead = torch.arange(end) > torch.arange(start, end).unsqueeze(1)
-    return torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf"))
+def _causal_mask(start: int, end: int, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    """[end - start, end]: token i, at position start + i, attends to positions up to its own, of those to the last `window`."""
+    positions, own = torch.arange(end), torch.arange(start, end).unsqueeze(1)
+    unseen = positions > own
+    if window is not None:
+        unseen |= positions <= own - window
+    return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))

@@ -15,8 +15,7 @@ from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import Masks, Words
-from pocketllm.torch_engine.models.llama import Llama
-from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
@@ -40,12 +39,12 @@ class ModelRunner:
         num_threads: threads of torch's operators.
     """
 
-    def __init__(self, model: Llama | Qwen3_5, cache: KVCache, block_size: int, num_threads: int) -> None:
+    def __init__(self, model: Model, cache: KVCache, block_size: int, num_threads: int) -> None:
         self.model = model
         self.cache = cache
         self.block_size = block_size
         self.num_threads = num_threads
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.vocab_size
 
     @torch.inference_mode()
     def execute(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:

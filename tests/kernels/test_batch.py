@@ -120,7 +120,7 @@ class Dense:
         self.values = [torch.randn(length, num_kv_heads, HEAD_DIM).to(dtype) for length in lengths]
         self.queries = [torch.randn(length, num_heads, HEAD_DIM).to(dtype) for length in lengths]
 
-    def step(self, row_counts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def step(self, row_counts: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
         """One step of [(row, computed, num_tokens)]; the attention of each row's tokens, in that order."""
         step = [scheduled(self.tables[row], computed, count) for row, computed, count in row_counts]
         batch = build_batch(step, BLOCK_SIZE, self.cache.dtype)
@@ -130,16 +130,25 @@ class Dense:
             return torch.cat([tensors[row][computed : computed + count] for row, computed, count in order])
 
         self.cache.write(1, batch.slot_mapping, gather(self.keys), gather(self.values))
-        parts = paged_attention(gather(self.queries), self.cache, 1, batch).split([count for _, _, count in order])
+        parts = paged_attention(gather(self.queries), self.cache, 1, batch, window=window).split([count for _, _, count in order])
         return [parts[order.index(entry)] for entry in row_counts]
 
-    def expected(self, row: int, start: int, end: int) -> torch.Tensor:
-        """Dense float32 attention of tokens [start, end) to those up to each."""
+    def expected(self, row: int, start: int, end: int, window: int | None = None) -> torch.Tensor:
+        """Dense float32 attention of tokens [start, end) to those up to each, of them to the last `window`."""
         keys = self.keys[row][:end].float().repeat_interleave(self.group, dim=1)
         values = self.values[row][:end].float().repeat_interleave(self.group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", self.queries[row][start:end].float(), keys) / HEAD_DIM**0.5
-        ahead = torch.arange(end) > torch.arange(start, end).unsqueeze(1)
+        behind = torch.arange(start, end).unsqueeze(1) - torch.arange(end)
+        ahead = (behind < 0) | (behind >= (window or end))
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), values).flatten(1)
+
+    def forget(self, window: int, computed: list[int]) -> None:
+        """Spoil what has left the window of each row's next token."""
+        for table, count in zip(self.tables, computed, strict=True):
+            places = range(max(0, count + 1 - window))
+            slots = torch.tensor([table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in places], dtype=torch.int64)
+            for blocks in self.cache.blocks:
+                blocks.flatten(0, 1)[slots] = 1e4
 
 
 LAYOUTS = {NEIGHBOURS: [[4, 5, 6, 7], [10, 11, 12, 13, 14], [20]], SCATTERED: [[7, 4, 30, 5], [12, 2, 14, 10, 11], [20]]}
@@ -163,6 +172,39 @@ def test_ragged_rows_through_prefill_chunks_and_decode(layout: str, num_heads: i
         for (row, computed, count), found in zip(step, rows.step(step), strict=True):
             assert found.dtype == dtype
             torch.testing.assert_close(found.float(), rows.expected(row, computed, computed + count), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", [NEIGHBOURS, SCATTERED])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 50])
+def test_a_window(layout: str, window: int) -> None:
+    rows = Dense(LAYOUTS[layout], LENGTHS, 6, 2)
+    steps = [[(0, 0, 11)], [(0, 11, 1), (1, 0, 3)], [(1, 3, 10), (2, 0, 2)], [(2, 2, 1), (0, 12, 1), (1, 13, 1)], [(1, 14, 1)], [(1, 15, 3), (0, 13, 1)]]
+    computed = [0, 0, 0]
+    for step in steps:
+        rows.forget(window, computed)
+        for (row, start, count), found in zip(step, rows.step(step, window), strict=True):
+            torch.testing.assert_close(found, rows.expected(row, start, start + count, window), rtol=2e-6, atol=2e-6)
+            computed[row] = start + count
+
+
+def test_a_prompt_longer_than_its_window_comes_in_pieces() -> None:
+    torch.manual_seed(3)
+    rows = Dense([list(range(8, 8 + 21)), list(range(1, 7))], [84, 24], 4, 2)
+    for window in (6, 70):
+        batch = build(scheduled(rows.tables[0], 0, 84))
+        pieces = batch.windowed_prefills(window)
+        assert sum(piece.tokens.stop - piece.tokens.start for piece in pieces) == 84
+        assert len(pieces) == 2
+        assert max(piece.length for piece in pieces) <= 64 + window + BLOCK_SIZE, "no piece reads more than its windows and its tokens"
+        torch.testing.assert_close(rows.step([(0, 0, 84)], window)[0], rows.expected(0, 0, 84, window), rtol=3e-6, atol=3e-6)
+
+
+def test_attention_takes_a_scale_of_its_own() -> None:
+    rows = Dense([[4, 5]], [6], 4, 2)
+    before = rows.step([(0, 0, 6)])[0]
+    batch = build(scheduled([4, 5], 0, 6))
+    scaled = paged_attention(torch.cat([rows.queries[0]]) * 2, rows.cache, 1, batch, scale=HEAD_DIM**-0.5 / 2)
+    torch.testing.assert_close(scaled, before)
 
 
 def test_neighbouring_and_scattered_blocks_give_the_same() -> None:

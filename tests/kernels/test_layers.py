@@ -9,8 +9,8 @@ import torch
 
 from pocketllm.torch_engine.layers.activation import silu_and_mul
 from pocketllm.torch_engine.layers.embedding import Embedding
-from pocketllm.torch_engine.layers.linear import build_head, build_linear, has_bfloat16_units, has_float16_packing
-from pocketllm.torch_engine.layers.norm import RMSNorm
+from pocketllm.torch_engine.layers.linear import Biased, build_head, build_linear, has_bfloat16_units, has_float16_packing
+from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.weights import StoredTensor
 
@@ -95,6 +95,41 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
     assert score(9, 4) == pytest.approx(score(59, 54), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-3)
+
+
+def test_what_is_past_the_rotary_values_stays() -> None:
+    x = torch.randn(3, 2, 12)
+    cos, sin = RotaryEmbedding(8, 1e4, 9).at(torch.tensor([1, 2, 8]))
+    found = rotate(x, cos, sin)
+    assert torch.equal(found[..., :8], rotate(x[..., :8], cos, sin))
+    assert torch.equal(found[..., 8:], x[..., 8:])
+
+
+def test_frequency_factors_divide() -> None:
+    factors = torch.tensor([1.0, 1.0, 2.0, 8.0])
+    scaled = RotaryEmbedding(8, 1e4, 9, {"rope_type": "frequency_factors"}, factors)
+    plain = RotaryEmbedding(8, 1e4, 9)
+    slow, fast = scaled.at(torch.tensor([8])), plain.at(torch.tensor([8]))
+    assert torch.equal(slow[0][..., :2], fast[0][..., :2])
+    torch.testing.assert_close(slow[1][..., 2], plain.at(torch.tensor([4]))[1][..., 2])
+    torch.testing.assert_close(slow[1][..., 3], plain.at(torch.tensor([1]))[1][..., 3])
+
+
+def test_heads_are_normalised_by_themselves() -> None:
+    x, query, key = torch.randn(3, 6, 8), torch.randn(8), torch.randn(8)
+    found = HeadNorm(query, key, 4, 2, 1e-6)(x)
+    for head in range(6):
+        torch.testing.assert_close(found[:, head], RMSNorm(query if head < 4 else key, 1e-6, torch.float32)(x[:, head]), rtol=1e-5, atol=1e-6)
+
+
+@needs_bfloat16
+def test_a_bias_is_added_under_every_dtype() -> None:
+    x, bias = torch.randn(3, 64), torch.randn(32)
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = build_linear([stored("F32", (32, 64))], dtype)
+        found = Biased(linear, bias)(x.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), linear(x.to(dtype)).float() + bias, rtol=2**-7, atol=2**-6)
 
 
 def test_rotation_of_bfloat16_is_float32() -> None:

@@ -15,7 +15,7 @@ from tiny_llama import CONFIG, tiny_tensors, write_tiny_llama
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.gguf_file import open_gguf
-from pocketllm.torch_engine.models.llama import Llama, gguf_name
+from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -91,7 +91,7 @@ def test_a_file_that_changed_since_its_header_was_read(fault: str, tmp_path: Pat
 
 def test_ignored_tensors_are_not_left_over(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
-    weights = Weights(open_checkpoint(tmp_path), gguf_name, frozenset({"b"}))
+    weights = Weights(open_checkpoint(tmp_path), Llama.gguf_name, frozenset({"b"}))
     assert weights.take("a", (2,)).float().tolist() == [1, 1]
     weights.finish()
 
@@ -100,7 +100,7 @@ def test_ignored_tensors_are_not_left_over(tmp_path: Path) -> None:
 def test_float_types_come_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(4, 8).to(dtype)
     write_tiny_llama(tmp_path, {"a": values})
-    tensor = Weights(open_checkpoint(tmp_path), gguf_name).take("a", (4, 8))
+    tensor = Weights(open_checkpoint(tmp_path), Llama.gguf_name).take("a", (4, 8))
     assert tensor.values is not None
     assert torch.equal(tensor.values, values)
     assert torch.equal(tensor.float(), values.float())
@@ -154,10 +154,10 @@ def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
 
 
 def test_gguf_names() -> None:
-    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_name("model.layers.12.self_attn.o_proj.weight") == "blk.12.attn_output.weight"
-    assert gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
-    assert gguf_name("model.norm.weight") == "output_norm.weight"
+    assert Llama.gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert Llama.gguf_name("model.layers.12.self_attn.o_proj.weight") == "blk.12.attn_output.weight"
+    assert Llama.gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
+    assert Llama.gguf_name("model.norm.weight") == "output_norm.weight"
 
 
 def test_select_rows_keeps_the_original() -> None:

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pocketllm.backends.select import explain, select_backend
+from pocketllm.backends.select import TORCH_ARCHITECTURES, explain, select_backend
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
 from pocketllm.cli.inspect import describe, kv_bytes_per_token, run
 from pocketllm.config import EngineArgs
@@ -72,7 +72,10 @@ def test_verdicts(tmp_path, write_gguf):
 
     assert torch_of(checkpoint_of(tmp_path))[0]
     assert torch_of(open_checkpoint(write_gguf()))[0]
-    assert torch_of(checkpoint_of(tmp_path, "qwen9")) == (False, "the architecture 'qwen9' is not supported; supported are llama")
+    assert torch_of(checkpoint_of(tmp_path, "qwen9")) == (
+        False,
+        f"the architecture 'qwen9' is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}",
+    )
     assert "the tensor w has the type F8_E4M3" in torch_of(checkpoint_of(tmp_path, kind="F8_E4M3"))[1]
     assert "quantized with 'gptq'" in torch_of(checkpoint_of(tmp_path, quantization_config={"quant_method": "gptq"}))[1]
     assert torch_of(checkpoint_of(tmp_path, quantization_config={}))[0]

@@ -171,7 +171,7 @@ class Q4Linear:
     def __init__(self, matrix: np.ndarray, team: Team) -> None:
         native = library()
         assert not isinstance(native, str), native
-        self._native, self._matrix, self._team = native, matrix, team
+        self._native, self.matrix, self._team = native, matrix, team
         self._out, self._in = matrix.shape[0] * _LANES, matrix.shape[1] * BLOCK
         self.num_bytes = matrix.nbytes
 
@@ -179,7 +179,7 @@ class Q4Linear:
         x = x.contiguous()
         assert x.shape[1] == self._in
         y = torch.empty(x.shape[0], self._out)
-        if self._native.pocket_q4_product(self._team.handle, self._matrix.ctypes.data, x.data_ptr(), y.data_ptr(), x.shape[0], self._in, self._out):
+        if self._native.pocket_q4_product(self._team.handle, self.matrix.ctypes.data, x.data_ptr(), y.data_ptr(), x.shape[0], self._in, self._out):
             raise MemoryError(f"no memory for a product of {x.shape[0]} rows")
         return y
 
@@ -189,7 +189,7 @@ class DecodeStep:
 
     Args:
         num_heads, num_kv_heads, head_dim, intermediate_size, rms_norm_eps: the model's.
-        layers: of the model, in order.
+        layers: of the model, in order; none where `logits` alone is called.
         norm: final norm [hidden_size] float32.
         head: from `pack_q8`, [vocab_size / 16, hidden_size / 32, 544].
         team: threads that compute a step.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pocketllm.torch_engine.batch import Batch, Prefill
+from pocketllm.torch_engine.batch import Batch, Decode, Prefill
 
 _NUMPY_BITS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
 
@@ -55,38 +55,46 @@ class KVCache:
         return by_row[:, :, 0].transpose(1, 2), by_row[:, :, 1].transpose(1, 2)
 
 
-def paged_attention(queries: torch.Tensor, cache: KVCache, layer: int, batch: Batch) -> torch.Tensor:
+def paged_attention(queries: torch.Tensor, cache: KVCache, layer: int, batch: Batch, scale: float | None = None, window: int | None = None) -> torch.Tensor:
     """Attention of each token to its own row's tokens up to itself; `cache` already holds this step's keys and values.
 
     Args:
         queries: [num_tokens, num_heads, head_dim] in the cache's dtype; query head h reads KV head h // (num_heads / num_kv_heads).
+        scale: of the scores; None is head_dim^-0.5.
+        window: a token attends to this many tokens, itself included; None is all. What has left the window stays in its blocks, which
+            a row with the same beginning may share, and is not read.
 
     Returns:
         [num_tokens, num_heads * head_dim] in the same dtype.
     """
     parts = []
     if batch.num_decode:
-        parts.append(_decode(queries[: batch.num_decode], cache, layer, batch))
-    parts += [_prefill(queries[prefill.tokens], cache, layer, prefill) for prefill in batch.prefills]
+        parts.append(_decode(queries[: batch.num_decode], cache, layer, batch.decode(window), scale))
+    parts += [_prefill(queries[prefill.tokens], cache, layer, prefill, scale) for prefill in batch.windowed_prefills(window)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(queries: torch.Tensor, cache: KVCache, layer: int, batch: Batch) -> torch.Tensor:
+def _decode(queries: torch.Tensor, cache: KVCache, layer: int, rows: Decode, scale: float | None) -> torch.Tensor:
     num_rows, num_heads, head_dim = queries.shape
-    keys, values = cache.read(layer, batch.decode_blocks, num_rows)
+    keys, values = cache.read(layer, rows.blocks, num_rows)
     if num_rows == 1:
-        length = int(batch.decode_lengths[0])
-        keys, values = keys[:, :, :length], values[:, :, :length]
+        keys, values = keys[:, :, rows.seen], values[:, :, rows.seen]
     # The query heads of one KV head stand as its query positions: keys and values are read once for all of them.
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # [num_rows, num_kv_heads, group, head_dim]
-    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.decode_mask).reshape(num_rows, num_heads * head_dim)
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask, scale=scale).reshape(num_rows, num_heads * head_dim)
 
 
-def _prefill(queries: torch.Tensor, cache: KVCache, layer: int, prefill: Prefill) -> torch.Tensor:
+def _prefill(queries: torch.Tensor, cache: KVCache, layer: int, prefill: Prefill, scale: float | None) -> torch.Tensor:
     num_tokens, num_heads, head_dim = queries.shape
     keys, values = cache.read(layer, prefill.blocks, 1)
     keys, values = keys[:, :, : prefill.length], values[:, :, : prefill.length]
     attended = F.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=prefill.mask, is_causal=prefill.mask is None, enable_gqa=keys.shape[1] != num_heads
+        queries.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
+        scale=scale,
+        enable_gqa=keys.shape[1] != num_heads,
     )
     return attended.squeeze(0).transpose(0, 1).reshape(num_tokens, num_heads * head_dim)

@@ -71,6 +71,17 @@ class Float16Linear:
         return y
 
 
+class Biased:
+    """A layer with a bias [out] added to its results."""
+
+    def __init__(self, linear: Linear, bias: torch.Tensor) -> None:
+        self._linear, self._bias = linear, bias
+        self.num_bytes = linear.num_bytes + bias.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x).add_(self._bias)
+
+
 def has_bfloat16_units() -> bool:
     """Whether oneDNN multiplies bfloat16 matrices on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -13,9 +13,10 @@ from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.layers.activation import silu_and_mul
 from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
 from pocketllm.torch_engine.layers.embedding import Embedding
+from pocketllm.torch_engine.layers.feed_forward import FeedForward, GatedFeedForward
 from pocketllm.torch_engine.layers.gated_delta_net import GatedDeltaNet
 from pocketllm.torch_engine.layers.linear import Linear, build_head, build_linear, default_dtype
-from pocketllm.torch_engine.layers.norm import RMSNorm
+from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
@@ -59,24 +60,17 @@ def gguf_name(name: str) -> str:
 
 
 class Qwen3_5:
-    """The model on one device.
+    """The model on one device; arguments and errors are those of model.ModelClass.
 
-    Args:
-        checkpoint: an open qwen3_5 or qwen3_5_text checkpoint. A vision tower and a multi-token prediction head are skipped, which the log says.
-        dtype: compute dtype, as layers/linear.py describes them; the residual stream, the recurrent state and the logits are float32 under
-            each. None is the most exact of the fast ones.
-        max_model_len: positions are below this.
-        on_layer: called after each loaded layer with the number loaded.
-
-    Raises:
-        ConfigurationError: a key or a tensor is missing, left over, or has another shape than the config says.
-        UnsupportedFeatureError: the config asks for a variant that this model does not compute.
+    A vision tower and a multi-token prediction head are skipped, which the log says. The native kernels have no part of it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
+    ) -> None:
         self.config = config = Qwen3_5Config.from_checkpoint(checkpoint)
         self.compute_dtype = dtype or default_dtype()
-        self.native_unsuited = "made for llama"
+        self.native_kernels = "not made for layers of linear attention" if native_threads else "turned off"
         self._is_gguf = checkpoint.gguf is not None
         self._activation_dtype = torch.bfloat16 if self.compute_dtype == torch.bfloat16 else torch.float32
         self._weights = weights = Weights(checkpoint, gguf_name, _skipped(checkpoint, config.num_hidden_layers))
@@ -97,16 +91,17 @@ class Qwen3_5:
         del self._weights
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all weights as they lie in memory."""
         return self._embedding.num_bytes + self._head.num_bytes + sum(layer.num_bytes for layer in self._layers)
 
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
-        """The native kernels are llama's."""
         return False
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Compute a step's tokens, writing keys, values and states to `cache`. Returns [num_tokens, hidden_size] float32."""
         assert isinstance(cache, HybridCache)
         rotation = self._rope.at(batch.positions)
         hidden = self._embedding(batch.token_ids)
@@ -119,31 +114,39 @@ class Qwen3_5:
             else:
                 hidden += layer.mixer(x, rotation, batch, cache, attention_index)
                 attention_index += 1
-            hidden += layer.down(silu_and_mul(layer.gate_up(layer.post_attention_norm(hidden))))
+            hidden += layer.feed_forward(layer.post_attention_norm(hidden))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] float32 -> [num_rows, vocab_size] float32."""
         return self._head(self._norm(hidden))
 
     def _take(self, name: str, *shape: int) -> StoredTensor:
         return self._weights.take(self._prefix + name, shape)
 
-    def _take_norm(self, name: str, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
-        """A norm whose factor is 1 + the stored weight; GGUF stores the sum."""
-        weight = self._take(name, size or self.config.hidden_size).float()
-        return RMSNorm(weight if self._is_gguf else weight + 1, self.config.rms_norm_eps, dtype)
+    def _take_factor(self, name: str, size: int) -> torch.Tensor:
+        """The factor [size] of a norm, 1 + the stored weight; GGUF stores the sum."""
+        weight = self._take(name, size).float()
+        return weight if self._is_gguf else weight + 1
+
+    def _take_norm(self, name: str, dtype: torch.dtype) -> RMSNorm:
+        return RMSNorm(self._take_factor(name, self.config.hidden_size), self.config.rms_norm_eps, dtype)
+
+    def _build_feed_forward(self, prefix: str) -> FeedForward:
+        return self._build_gated(prefix, self.config.intermediate_size)
+
+    def _build_gated(self, prefix: str, size: int) -> GatedFeedForward:
+        """A dense feed-forward of `size` inner values."""
+        hidden = self.config.hidden_size
+        gate_up = [self._take(f"{prefix}{name}.weight", size, hidden) for name in ("gate_proj", "up_proj")]
+        down = self._take(f"{prefix}down_proj.weight", hidden, size)
+        return GatedFeedForward(build_linear(gate_up, self.compute_dtype), build_linear([down], self.compute_dtype), silu_and_mul)
 
     def _build_layer(self, prefix: str, kind: str) -> _Layer:
-        hidden, ffn = self.config.hidden_size, self.config.intermediate_size
-        gate_up = [self._take(f"{prefix}mlp.{name}.weight", ffn, hidden) for name in ("gate_proj", "up_proj")]
-        down = self._take(f"{prefix}mlp.down_proj.weight", hidden, ffn)
         return _Layer(
             self._take_norm(f"{prefix}input_layernorm.weight", self._activation_dtype),
             self._build_attention(f"{prefix}self_attn.") if kind == "full_attention" else self._build_delta_net(f"{prefix}linear_attn."),
             self._take_norm(f"{prefix}post_attention_layernorm.weight", self._activation_dtype),
-            build_linear(gate_up, self.compute_dtype),
-            build_linear([down], self.compute_dtype),
+            self._build_feed_forward(f"{prefix}mlp."),
         )
 
     def _build_attention(self, prefix: str) -> _GatedAttention:
@@ -154,10 +157,11 @@ class Qwen3_5:
         gate_first = torch.arange(2 * q_size).view(-1, 2, head_dim).transpose(0, 1).flip(0).flatten()
         query_and_gate = self._take(f"{prefix}q_proj.weight", 2 * q_size, hidden).select_rows(gate_first)
         key, value = (self._take(f"{prefix}{name}.weight", kv_size, hidden) for name in ("k_proj", "v_proj"))
-        norms = [self._take_norm(f"{prefix}{name}.weight", torch.float32, head_dim) for name in ("q_norm", "k_norm")]
+        factors = [self._take_factor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm")]
+        norm = HeadNorm(*factors, config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         output = self._take(f"{prefix}o_proj.weight", hidden, q_size)
         projections = build_linear([query_and_gate, key, value], self.compute_dtype), build_linear([output], self.compute_dtype)
-        return _GatedAttention(config, *projections, *norms)
+        return _GatedAttention(config, *projections, norm)
 
     def _build_delta_net(self, prefix: str) -> GatedDeltaNet:
         hidden, sizes, heads = self.config.hidden_size, self.config.delta_net, self.config.delta_net.num_value_heads
@@ -181,22 +185,19 @@ class Qwen3_5:
 class _GatedAttention:
     """Attention whose heads are normalised, rotated in their first rotary_dim values, and gated by sigmoid at the end."""
 
-    def __init__(self, config: Qwen3_5Config, in_proj: Linear, out_proj: Linear, query_norm: RMSNorm, key_norm: RMSNorm) -> None:
-        self._config, self._in_proj, self._out_proj = config, in_proj, out_proj
-        self._query_norm, self._key_norm = query_norm, key_norm
+    def __init__(self, config: Qwen3_5Config, in_proj: Linear, out_proj: Linear, head_norm: HeadNorm) -> None:
+        self._config, self._in_proj, self._out_proj, self._head_norm = config, in_proj, out_proj, head_norm
         self.num_bytes = in_proj.num_bytes + out_proj.num_bytes
 
     def __call__(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, cache: KVCache, layer: int) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same shape and dtype."""
         config = self._config
-        num_q, num_kv, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        gate, query, key, value = self._in_proj(x).unflatten(-1, (-1, head_dim)).split([num_q, num_q, num_kv, num_kv], dim=1)
-        query, key = (
-            torch.cat([rotate(heads[..., : config.rotary_dim], *rotation), heads[..., config.rotary_dim :]], dim=-1).to(cache.dtype)
-            for heads in (_per_head(self._query_norm, query), _per_head(self._key_norm, key))
-        )
-        cache.write(layer, batch.slot_mapping, key, value.to(cache.dtype))
-        attended = paged_attention(query, cache, layer, batch).to(x.dtype)
+        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
+        heads = self._in_proj(x).unflatten(-1, (-1, config.head_dim))  # gates, queries, keys, values
+        gate, query_key, value = heads.split([num_q, num_q + num_kv, num_kv], dim=1)
+        rotated = rotate(self._head_norm(query_key), *rotation).to(cache.dtype)
+        cache.write(layer, batch.slot_mapping, rotated[:, num_q:], value.to(cache.dtype))
+        attended = paged_attention(rotated[:, :num_q], cache, layer, batch).to(x.dtype)
         return self._out_proj(attended * gate.flatten(1).sigmoid())
 
 
@@ -205,17 +206,11 @@ class _Layer:
     input_norm: RMSNorm
     mixer: GatedDeltaNet | _GatedAttention
     post_attention_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward
 
     @property
     def num_bytes(self) -> int:
-        return self.mixer.num_bytes + self.gate_up.num_bytes + self.down.num_bytes
-
-
-def _per_head(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:
-    """heads: [num_tokens, num_heads, head_dim] -> the same shape, float32, each head normalised by itself."""
-    return norm(heads.float().flatten(0, 1)).view(heads.shape)
+        return self.mixer.num_bytes + self.feed_forward.num_bytes
 
 
 def _skipped(checkpoint: Checkpoint, num_layers: int) -> frozenset[str]:

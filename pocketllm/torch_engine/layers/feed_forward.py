@@ -1,0 +1,68 @@
+"""The feed-forward part of a decoder layer: dense, or a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from pocketllm.torch_engine.layers.linear import Linear
+
+
+class FeedForward(Protocol):
+    """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape and dtype."""
+
+    num_bytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class GatedFeedForward:
+    """down(activation(gate x) * (up x)).
+
+    Args:
+        gate_up: both matrices, gate first.
+        down: [hidden_size, intermediate_size].
+        activation: one of activation.GATED_ACTIVATIONS.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.gate_up, self.down, self._activation = gate_up, down, activation
+        self.num_bytes = gate_up.num_bytes + down.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._activation(self.gate_up(x)))
+
+
+class MixtureOfExperts:
+    """Each token's `top_k` most likely experts, weighted by their share of the router's softmax over all experts (Shazeer et al., 2017).
+
+    Args:
+        router: [num_experts, hidden_size] float32; it computes in float32 under every dtype, for near ties change experts.
+        experts: in the router's order.
+        top_k: experts a token.
+        normalize: divide the chosen shares by their sum.
+    """
+
+    def __init__(self, router: torch.Tensor, experts: Sequence[FeedForward], top_k: int, *, normalize: bool) -> None:
+        self._router, self._experts, self._top_k, self._normalize = router, experts, top_k, normalize
+        self.num_bytes = router.nbytes + sum(expert.num_bytes for expert in experts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = torch.nn.functional.linear(x.float(), self._router).softmax(-1).topk(self._top_k, dim=-1)  # [num_tokens, top_k]
+        if self._normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        # Sorted by expert, so that each one that was chosen computes its tokens in one product.
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // self._top_k  # [num_tokens * top_k]
+        weights = shares.flatten()[order].unsqueeze(1)
+        counts = chosen.flatten().bincount(minlength=len(self._experts)).tolist()
+        mixed = torch.zeros(x.shape, dtype=torch.float32)
+        start = 0
+        for expert, count in zip(self._experts, counts, strict=True):
+            if count:
+                mine = tokens[start : start + count]
+                mixed.index_add_(0, mine, expert(x[mine]).float() * weights[start : start + count])
+                start += count
+        return mixed.to(x.dtype)

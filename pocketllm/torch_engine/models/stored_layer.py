@@ -1,0 +1,127 @@
+"""A decoder layer's tensors as the file holds them, under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pocketllm.torch_engine.models.decoder_spec import DecoderSpec, Experts
+from pocketllm.torch_engine.weights import StoredTensor, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """Matrices that share their input, to be stacked, and their biases, as many or none."""
+
+    tensors: list[StoredTensor]
+    biases: list[StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFeedForward:
+    """A dense feed-forward, or one expert; gate before up."""
+
+    gate_up: StoredMatrix
+    down: StoredMatrix
+
+    @property
+    def linears(self) -> list[StoredTensor]:
+        return [*self.gate_up.tensors, *self.down.tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """One layer, the rows of query and key in halves of a head. Norms that the architecture has not are None.
+
+    Args:
+        router: of a mixture of experts, whose feed_forwards are the experts; None where the one feed-forward is dense.
+    """
+
+    input_norm: StoredTensor
+    qkv: StoredMatrix
+    head_norms: tuple[StoredTensor, StoredTensor] | None
+    output: StoredMatrix
+    attention_norm: StoredTensor | None
+    feed_forward_input_norm: StoredTensor
+    router: StoredTensor | None
+    feed_forwards: list[StoredFeedForward]
+    feed_forward_norm: StoredTensor | None
+
+    @property
+    def linears(self) -> Iterator[StoredTensor]:
+        yield from self.qkv.tensors
+        yield from self.output.tensors
+        for feed_forward in self.feed_forwards:
+            yield from feed_forward.linears
+
+
+def take_layer(weights: Weights, spec: DecoderSpec, index: int, names: frozenset[str]) -> StoredLayer:
+    """Take layer `index` out of `weights`; `names` are those of the file's tensors.
+
+    Raises:
+        ConfigurationError: a tensor is missing or has another shape.
+    """
+    prefix = f"model.layers.{index}."
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    q_size, kv_size = spec.num_attention_heads * head_dim, spec.num_key_value_heads * head_dim
+
+    def take(name: str, *shape: int) -> StoredTensor:
+        return weights.take(f"{prefix}{name}", shape)
+
+    def matrix(shapes: dict[str, tuple[int, int]], has_bias: bool) -> StoredMatrix:
+        biases = [take(f"{name}.bias", out) for name, (out, _) in shapes.items()] if has_bias else []
+        return StoredMatrix([take(f"{name}.weight", *shape) for name, shape in shapes.items()], biases)
+
+    def feed_forward(module: str, size: int, has_bias: bool) -> StoredFeedForward:
+        gate_up = matrix({f"{module}.gate_proj": (size, hidden), f"{module}.up_proj": (size, hidden)}, has_bias)
+        return StoredFeedForward(gate_up, matrix({f"{module}.down_proj": (hidden, size)}, has_bias))
+
+    input_norm = take("input_layernorm.weight", hidden)
+    qkv = matrix({"self_attn.q_proj": (q_size, hidden), "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden)}, spec.qkv_bias)
+    if spec.interleaved:
+        for tensors in (qkv.tensors, qkv.biases):
+            tensors[:2] = [tensor.select_rows(_half_split_order(tensor.shape[0], head_dim)) for tensor in tensors[:2]]
+    head_norms = (take("self_attn.q_norm.weight", head_dim), take("self_attn.k_norm.weight", head_dim)) if spec.head_norms else None
+    output = matrix({"self_attn.o_proj": (hidden, q_size)}, spec.output_bias)
+    after_attention = take("post_attention_layernorm.weight", hidden)
+    before_feed_forward = take("pre_feedforward_layernorm.weight", hidden) if spec.sandwich_norms else after_attention
+    router: StoredTensor | None = None
+    if spec.experts is not None and index in spec.experts.layers:
+        router = take("mlp.gate.weight", spec.experts.count, hidden)
+        if f"{prefix}mlp.experts.gate_up_proj" in names:
+            feed_forwards = _fused_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
+        else:
+            feed_forwards = [feed_forward(f"mlp.experts.{place}", spec.experts.intermediate_size, False) for place in range(spec.experts.count)]
+    else:
+        feed_forwards = [feed_forward("mlp", spec.intermediate_size, spec.mlp_bias)]
+    return StoredLayer(
+        input_norm,
+        qkv,
+        head_norms,
+        output,
+        after_attention if spec.sandwich_norms else None,
+        before_feed_forward,
+        router,
+        feed_forwards,
+        take("post_feedforward_layernorm.weight", hidden) if spec.sandwich_norms else None,
+    )
+
+
+def _fused_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
+    """Experts that the file keeps in two tensors a layer."""
+    gate_up = weights.take(f"{prefix}gate_up_proj", (experts.count, 2 * experts.intermediate_size, hidden))
+    down = weights.take(f"{prefix}down_proj", (experts.count, hidden, experts.intermediate_size))
+    return [StoredFeedForward(StoredMatrix([_part(gate_up, place)], []), StoredMatrix([_part(down, place)], [])) for place in range(experts.count)]
+
+
+def _part(tensor: StoredTensor, place: int) -> StoredTensor:
+    """One of the matrices that a tensor of three dimensions stacks."""
+    blocks = None if tensor.blocks is None else tensor.blocks[place]
+    return StoredTensor(f"{tensor.name}[{place}]", tensor.type, tensor.shape[1:], blocks, None if tensor.values is None else tensor.values[place])
+
+
+def _half_split_order(num_rows: int, head_dim: int) -> torch.Tensor:
+    """Row order from GGUF's llama layout, where the two values that rotate together are neighbours, to halves of a head."""
+    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
