@@ -74,7 +74,7 @@ class _CheckedReader(GGUFReader):
 
     def __init__(self, path: Path) -> None:
         self.metadata: dict[str, Any] = {}
-        super().__init__(path)
+        super().__init__(path, "c")  # copy on write: arrays that may be written, which torch asks for, and a file that never is
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)

@@ -10,11 +10,12 @@ from pocketllm.backends.base import Backend
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
+from pocketllm.fp8_config import quantization_obstacle
 
 # The keys of torch_engine/models/registry.py, which may not be imported here.
 TORCH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3_5", "qwen3_5_text"})
-TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"})
-TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16"})
+TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})
 
 
@@ -83,10 +84,8 @@ def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
         return f"the architecture {checkpoint.architecture!r} is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}"
     if not checkpoint.tensors:
         return "the checkpoint holds no weights"
-    quantization = checkpoint.config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method is not None:
-        return f"weights quantized with {method!r} are not supported; use an unquantized checkpoint or a GGUF"
+    if checkpoint.model_format == "safetensors" and (obstacle := quantization_obstacle(checkpoint)):
+        return obstacle
     known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else TORCH_SAFETENSORS_TYPES
     for tensor in checkpoint.tensors:
         if tensor.type not in known:

@@ -6,27 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError
+from pocketllm.torch_engine.quant.fp8 import BlockScales, dequantize_fp8
+from pocketllm.torch_engine.quant.gguf_blocks import dequantize
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FP8_TYPE = "F8_E4M3"
+_FP8_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as the file holds it.
+    """One tensor as the file holds it: a view of the mapped file, which reading pages in.
 
     Args:
         name: as the file spells it.
-        type: "F32", "F16", "BF16", or a GGUF block type such as "Q4_1".
+        type: "F32", "F16", "BF16", "F8_E4M3", or a GGUF block type such as "Q4_1".
         shape: in torch's order.
-        blocks: uint8 [rows, bytes of a row] of a block type, else None.
+        blocks: uint8 [*shape[:-1], bytes of a row] of a block type, else None.
         values: the tensor of a float type, else None.
+        scales: what "F8_E4M3" values are multiplied by, else None.
     """
 
     name: str
@@ -34,19 +38,34 @@ class StoredTensor:
     shape: tuple[int, ...]
     blocks: np.ndarray | None
     values: torch.Tensor | None
+    scales: BlockScales | None = None
 
     def float(self) -> torch.Tensor:
         """The values, dequantized, as float32 in `shape`."""
-        if self.values is not None:
-            return self.values.float()
-        assert self.blocks is not None
-        return torch.from_numpy(gguf.dequantize(self.blocks, gguf.GGMLQuantizationType[self.type])).float().reshape(self.shape)
+        return self.to(torch.float32)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values, dequantized, in memory of their own: float32's are exact, those of another float dtype rounded from them.
+
+        The result is all that is allocated: nothing passes through a float32 copy of the whole.
+        """
+        if self.values is not None and self.scales is None:
+            return self.values.to(dtype, copy=True)
+        out = torch.empty(self.shape, dtype=dtype)
+        if self.blocks is not None:
+            dequantize(self.blocks, self.type, out)
+        else:
+            assert self.values is not None
+            assert self.scales is not None
+            dequantize_fp8(self.values, self.scales, out)
+        return out
 
     def select_rows(self, order: torch.Tensor) -> StoredTensor:
-        """The same tensor with its rows in another order; blocks run along rows, so they move whole."""
+        """The same tensor with its rows (indices of the first dimension) in another order, or some of them; blocks run along rows, so they move whole."""
         blocks = None if self.blocks is None else self.blocks[order.numpy()]
         values = None if self.values is None else self.values[order]
-        return StoredTensor(self.name, self.type, self.shape, blocks, values)
+        scales = None if self.scales is None else self.scales.select_rows(order)
+        return StoredTensor(self.name, self.type, (order.numel(), *self.shape[1:]), blocks, values, scales)
 
 
 class Weights:
@@ -83,17 +102,18 @@ class Weights:
             )
         self._left.discard(stored)
         if self._checkpoint.gguf is None:
-            return StoredTensor(stored, info.type, shape, None, self._read(info.file, stored))
+            scales = self._take_scales(stored, shape) if info.type == _FP8_TYPE else None
+            return StoredTensor(stored, info.type, shape, None, self._read(info.file, stored), scales)
         data = self._checkpoint.gguf.tensors[stored].data
         if info.type in _FLOAT_TYPES:
             return StoredTensor(stored, info.type, shape, None, _as_float(data, info.type).reshape(shape))
-        if len(shape) != 2:
+        if len(shape) < 2:
             raise ConfigurationError(
                 f"Tensor {stored} of {self._checkpoint.path} is a vector stored as {info.type}, and vectors are stored as {', '.join(_FLOAT_TYPES)}: "
                 "download or convert the model again.",
                 param="model",
             )
-        return StoredTensor(stored, info.type, shape, data.reshape(shape[0], -1), None)
+        return StoredTensor(stored, info.type, shape, data.reshape(*shape[:-1], -1), None)
 
     def finish(self) -> None:
         """Check that every tensor of the file was taken.
@@ -116,6 +136,24 @@ class Weights:
         if self._checkpoint.gguf is not None:
             self._checkpoint.gguf.release_pages()
 
+    def _take_scales(self, weight: str, shape: tuple[int, ...]) -> BlockScales:
+        name = f"{weight}_scale_inv"
+        if len(shape) != 2:
+            raise ConfigurationError(
+                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE} and no matrix, which has no blocks to scale: use an unquantized checkpoint.",
+                param="model",
+            )
+        info = self._infos.get(name)
+        wanted = tuple(-(-size // block) for size, block in zip(shape, _FP8_BLOCK, strict=True))
+        if info is None or info.shape != wanted:
+            found = "is missing" if info is None else f"has the shape {list(info.shape)}"
+            raise ConfigurationError(
+                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE}, and {name} {found} where {list(wanted)} is needed: download the model again.",
+                param="model",
+            )
+        self._left.discard(name)
+        return BlockScales(self._read(info.file, name), _FP8_BLOCK)
+
     def _read(self, file: Path, name: str) -> torch.Tensor:
         try:
             if file not in self._open_files:
@@ -128,5 +166,5 @@ class Weights:
 
 def _as_float(data: np.ndarray, tensor_type: str) -> torch.Tensor:
     if tensor_type == "BF16":  # numpy has no bfloat16: gguf gives its bytes
-        return torch.from_numpy(data.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(data))
+        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(data)

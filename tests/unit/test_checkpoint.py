@@ -126,9 +126,9 @@ def test_gguf_rope_scaling(write_gguf):
 
 
 def test_another_gguf_architecture_opens_with_what_is_there(write_gguf):
-    path = write_gguf(architecture="gemma3", gemma3__block_count=18, gemma3__attention__head_count=[4, 4], gemma3__context_length=512)
+    path = write_gguf(architecture="mamba9", mamba9__block_count=18, mamba9__attention__head_count=[4, 4], mamba9__context_length=512)
     checkpoint = open_checkpoint(path)
-    assert (checkpoint.architecture, checkpoint.config["num_hidden_layers"], checkpoint.context_length) == ("gemma3_text", 18, 512)
+    assert (checkpoint.architecture, checkpoint.config["num_hidden_layers"], checkpoint.context_length) == ("mamba9", 18, 512)
     assert "hidden_size" not in checkpoint.config
 
 

@@ -42,11 +42,11 @@ def test_the_lines_name_everything(default_model, capsys):
 
 
 def test_faults_that_do_not_end_the_report(write_gguf, capsys):
-    path = write_gguf(architecture="gemma3", tokenizer__ggml__model="llama", tokenizer__chat_template="{% for %}")
+    path = write_gguf(architecture="mamba9", tokenizer__ggml__model="t5", tokenizer__chat_template="{% for %}")
     assert run(str(path)) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "not usable" in out
-    assert "'gemma3_text' is not supported" in out
+    assert "'mamba9' is not supported" in out
 
 
 def test_inspecting_loads_no_torch(default_model):
@@ -76,13 +76,13 @@ def test_verdicts(tmp_path, write_gguf):
         False,
         f"the architecture 'qwen9' is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}",
     )
-    assert "the tensor w has the type F8_E4M3" in torch_of(checkpoint_of(tmp_path, kind="F8_E4M3"))[1]
+    assert "the tensor w has the type I8" in torch_of(checkpoint_of(tmp_path, kind="I8"))[1]
     assert "quantized with 'gptq'" in torch_of(checkpoint_of(tmp_path, quantization_config={"quant_method": "gptq"}))[1]
     assert torch_of(checkpoint_of(tmp_path, quantization_config={}))[0]
     assert "quantized with ['gptq']" in torch_of(checkpoint_of(tmp_path, quantization_config=["gptq"]))[1]
     assert "no weights" in torch_of(open_checkpoint(write_gguf(tensors={})))[1]
-    q4k = Checkpoint(tmp_path, "gguf", "m", "llama", {}, 64, GenerationDefaults(), (TensorInfo("w", (2, 256), "Q4_K", 288, tmp_path),))
-    assert "the tensor w has the type Q4_K" in torch_of(q4k)[1]
+    iq2 = Checkpoint(tmp_path, "gguf", "m", "llama", {}, 64, GenerationDefaults(), (TensorInfo("w", (2, 256), "IQ2_XS", 148, tmp_path),))
+    assert "the tensor w has the type IQ2_XS" in torch_of(iq2)[1]
 
 
 def test_the_cpp_plane_says_why_not(tmp_path):
@@ -114,3 +114,43 @@ def test_an_unknown_architecture_is_named_with_what_is_supported(write_gguf):
     for backend in ("auto", "torch"):
         with pytest.raises(UnsupportedFeatureError, match="'rwkv9' is not supported; supported are llama"):
             select_backend(EngineArgs(backend=backend), checkpoint)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"fmt": None}, "fmt = None"),
+        ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        ({"weight_block_size": None}, "weight_block_size = None"),
+        ({"weight_block_size": [64, 128]}, r"weight_block_size = [64, 128]"),
+        ({"scale_fmt": "ue8m0"}, None),
+        ({"kv_cache_scheme": {}}, "kv_cache_scheme = {}"),
+        ({"modules_to_not_convert": None}, None),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert = 'lm_head', which should be a list"),
+        ({"modules_to_not_convert": ["model.w"]}, "the tensor model.w.weight has the type F8_E4M3, and its quantization_config lists model.w as not converted"),
+        ({"modules_to_not_convert": ["model"]}, "lists model as not converted"),
+        ({"modules_to_not_convert": ["w"]}, "lists w as not converted"),
+        ({"modules_to_not_convert": ["mod"]}, None),
+    ],
+)
+def test_fp8_checkpoints_are_checked_by_their_config(tmp_path, change, words):
+    tensors = (TensorInfo("model.w.weight", (2, 3), "F8_E4M3", 6, tmp_path), TensorInfo("model.w.weight_scale_inv", (1, 1), "BF16", 2, tmp_path))
+    config = {"quantization_config": {**FP8, **change}}
+    verdict = explain(Checkpoint(tmp_path, "safetensors", "m", "llama", config, 64, GenerationDefaults(), tensors))[0]
+    assert verdict.runs is (words is None)
+    assert words is None or words in verdict.reason
+
+
+@pytest.mark.parametrize("key", ["activation_scheme", "weight_block_size"])
+def test_an_fp8_config_without_a_key_is_refused(tmp_path, key):
+    config = {name: value for name, value in FP8.items() if name != key}
+    assert explain(checkpoint_of(tmp_path, quantization_config=config))[0].reason == f"its quantization_config lacks {key}"
+
+
+def test_fp8_tensors_need_a_quantization_config(tmp_path):
+    assert "the tensor w has the type F8_E4M3, and config.json has no quantization_config" in explain(checkpoint_of(tmp_path, kind="F8_E4M3"))[0].reason

@@ -54,6 +54,82 @@ def test_each_pre_tokenizer_cuts_as_its_models_were_trained(write_gguf):
     assert cut["default"] == ["I", "'", "m", " ", "123", "45", " x", "!!", "\n", "\n", "Don", "'", "t"]
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("qwen35", "न\u093eम 12", ["न\u093eम", " ", "1", "2"]),  # a vowel sign belongs to its letter
+        ("qwen2", "न\u093eम 12", ["न", "\u093eम", " ", "1", "2"]),
+        ("deepseek-v3", "a 1234 日本語です x=(y)", ["a", " ", "123", "4", " ", "日本語です", " x", "=(", "y", ")"]),
+        ("deepseek-coder", "a b\n12", ["a", " b", "\n", "1", "2"]),
+        ("glm4", "I'M 12345", ["I", "'M", " ", "123", "45"]),
+        ("minimax-m2", "HTTPServer's 12345//\n", ["HTTPServer's", " ", "123", "45", "//\n"]),
+        ("gpt-4o", "camelCase DON'T", ["camel", "Case", " DON'T"]),
+        ("tekken", "camelCase it's 12", ["camel", "Case", " it", "'s", " ", "1", "2"]),
+        ("gpt-2", "it's 123!!", ["it", "'s", " 123", "!!"]),
+        ("command-r", "it's 12", ["it", "'s", " ", "1", "2"]),
+    ],
+)
+def test_pieces_of_each_family(write_gguf, pre, text, expected):
+    assert pieces(tokenizer_of(write_gguf(tokenizer__ggml__pre=pre)), text) == expected
+
+
+SENTENCEPIECE = {
+    "tokenizer__ggml__model": "llama",
+    "tokenizer__ggml__merges": None,
+    "tokenizer__ggml__tokens": ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "▁▁", "a", "b", "c", "ab", "bc", "▁a", "<u>", "▁▁▁", "un"],
+    "tokenizer__ggml__token_type": [2, 3, 3, 6, 6, 1, 1, 1, 1, 1, 1, 1, 1, 4, 1, 1],
+    "tokenizer__ggml__scores": [0.0, 0.0, 0.0, 0.0, 0.0, -1e9, -1e9, -20.0, -21.0, -22.0, -5.0, -4.0, -6.0, 0.0, -1e9, -7.0],
+    "tokenizer__ggml__unknown_token_id": 0,
+}
+
+
+def test_sentencepiece_merges_the_best_pair_first(write_gguf):
+    tokenizer = tokenizer_of(write_gguf(**SENTENCEPIECE))
+    assert (tokenizer.kind, tokenizer.vocab_size) == ("llama", 16)
+
+    def spelled(text, special=False):
+        return [tokenizer.token(id_) for id_ in tokenizer.encode(text, add_special_tokens=special)]
+
+    assert spelled("abc") == ["▁a", "bc"]  # bc before ab
+    assert spelled("abc", special=True) == ["<s>", "▁a", "bc"]
+    assert spelled("   ") == ["▁▁▁", "▁"]  # the leftmost grows first where scores are equal
+    assert spelled("aé") == ["▁a", "<0xC3>", "<0xA9>"]
+    assert spelled("a<u>a</s>") == ["▁a", "<u>", "▁a", "</s>"]
+    assert spelled("") == []
+    assert tokenizer.decode(tokenizer.encode("a <u>é  b", add_special_tokens=True)) == "a <u> é  b"
+    assert tokenizer.is_special(0)
+    assert not tokenizer.is_special(13)
+    assert [tokenizer.token_bytes(id_) for id_ in (3, 12, 2)] == [b"\xc3", b" a", b""]
+
+
+def test_sentencepiece_without_a_space_prefix(write_gguf):
+    path = write_gguf(**SENTENCEPIECE, tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False, tokenizer__ggml__add_eos_token=True)
+    tokenizer = tokenizer_of(path)
+    ids = tokenizer.encode("ab a", add_special_tokens=True)
+    assert [tokenizer.token(id_) for id_ in ids] == ["ab", "▁a", "</s>"]
+    assert tokenizer.decode(tokenizer.encode(" a", add_special_tokens=False)) == " a"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer__ggml__scores": None}, "tokenizer.ggml.scores"),
+        ({"tokenizer__ggml__scores": [0.0]}, "tokenizer.ggml.scores"),
+        ({"tokenizer__ggml__unknown_token_id": 99}, "unknown_token_id = 99"),
+        ({"tokenizer__ggml__add_space_prefix": "yes"}, "add_space_prefix = 'yes'"),
+        ({"tokenizer__ggml__token_type": [1]}, "token_type"),
+    ],
+)
+def test_an_unusable_sentencepiece_vocabulary_is_refused_and_named(write_gguf, changes, words):
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        tokenizer_of(write_gguf(**{**SENTENCEPIECE, **changes}))
+
+
+def test_sentencepiece_that_drops_spaces_is_unsupported(write_gguf):
+    with pytest.raises(UnsupportedFeatureError, match="remove_extra_whitespaces"):
+        tokenizer_of(write_gguf(**SENTENCEPIECE, tokenizer__ggml__remove_extra_whitespaces=True))
+
+
 def test_user_defined_tokens_are_added_and_not_special(write_gguf):
     path = write_gguf(tokenizer__ggml__token_type=[3, 3, 4] + [1] * 259)
     tokenizer = tokenizer_of(path)
@@ -109,8 +185,8 @@ def test_an_unusable_vocabulary_is_refused_and_named(write_gguf, changes, words)
 def test_another_kind_of_vocabulary_is_unsupported_and_an_override_helps(write_gguf, tmp_path):
     good = tokenizer_of(write_gguf())
     (tmp_path / "tokenizer.json").write_text(good.backend.to_str())
-    path = write_gguf(tokenizer__ggml__model="llama")
-    with pytest.raises(UnsupportedFeatureError, match="--tokenizer"):
+    path = write_gguf(tokenizer__ggml__model="t5")
+    with pytest.raises(UnsupportedFeatureError, match=r"kind 't5'.* --tokenizer"):
         tokenizer_of(path)
     for override in (tmp_path, tmp_path / "tokenizer.json"):
         assert tokenizer_of(path, str(override)).encode("hello", add_special_tokens=True) == good.encode("hello", add_special_tokens=True)
