@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     if len(cores) < 2:
         raise LoadError("this process may use one core only: the server and the clients need one each")
     server_core, client_core = cores[0], cores[-1]
+    load_before = psutil.getloadavg()  # of other programs, which a machine that measures should not run
     psutil.Process().cpu_affinity([client_core])
     loads = [load for load in _LOADS if not options.load or load.name in options.load]
     servers: dict[tuple[str, int], Server] = {}
@@ -113,6 +114,7 @@ def _run(options: argparse.Namespace) -> int:
         "command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
         "code": describe_code() | {name: _version(name) for name in _PACKAGES},
         "hardware": describe_hardware(),
+        "load_average": {"before": load_before, "after": psutil.getloadavg()},
         "settings": {"rounds": options.rounds, "seconds": options.seconds, "warm_up": options.warm_up, "server_core": server_core, "client_core": client_core},
         "samples": samples,
         "summary": {load.name: _summary(load, samples) for load in loads},

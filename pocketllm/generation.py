@@ -24,19 +24,20 @@ from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
+from pocketllm.inbox import Inbox
 from pocketllm.protocol.features import features
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.text.answer import Reading
-from pocketllm.text.chat_template import ChatTemplate, load_chat_template
+from pocketllm.text.chat_template import PromptFormat, load_chat_template
 from pocketllm.text.grammar import AfterReasoning, GrammarCompiler
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from pocketllm.text.tool_parsers import find_syntax
-from pocketllm.token_stream import AsyncTokenStream, Inbox, TokenStream
+from pocketllm.token_stream import AsyncTokenStream, TokenStream
 
 T = TypeVar("T")
 CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
@@ -59,7 +60,7 @@ class GenerationService:
         self,
         backend: Backend,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: PromptFormat | None,
         defaults: GenerationDefaults,
         *,
         model_name: str,
@@ -168,8 +169,8 @@ class GenerationService:
         form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
         if form.grammar is not None:
             rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
-        if form.syntax is not None and first.tools is not None:
-            reading = replace(reading, parser=partial(form.syntax.parser, first.tools.definitions))
+        if form.syntax is not None:
+            reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and form.syntax is not None and reading.reasoning is not None:
             reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
         return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
@@ -231,6 +232,8 @@ class GenerationService:
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size
+        if isinstance(prompt, str) and max(ids) < vocab_size:  # the tokenizer's ids are whole numbers
+            return ids
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise ConfigurationError(
@@ -238,7 +241,7 @@ class GenerationService:
                 )
         return ids
 
-    def _template_variables(self, request: GenerationRequest, template: ChatTemplate) -> Mapping[str, Any]:
+    def _template_variables(self, request: GenerationRequest, template: PromptFormat) -> Mapping[str, Any]:
         """What the template is given. One that ignores tools has those that must be called described in its system turn."""
         if request.tools is None or not request.tools.is_forced or template.renders_tools:
             return request.metadata

@@ -13,6 +13,7 @@ from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_reader import AnswerReader, Item, unfinished
 from pocketllm.backends.base import StepOutput
 from pocketllm.errors import PocketLLMError
+from pocketllm.inbox import Inbox, Mailbox
 from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.request import GenerationRequest
 
@@ -91,81 +92,6 @@ class TokenStream(Iterator[TokenEvent]):
         self.close()
 
 
-class Inbox:
-    """Takes steps from the engine's thread to an event loop, waking it once for all that came meanwhile.
-
-    Args:
-        loop: the event loop.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[tuple[_Mailbox, Item]] = deque()
-        self._is_waking = False
-
-    def put(self, mailbox: _Mailbox, item: Item) -> None:
-        """Deliver `item`. Called on the engine's thread.
-
-        Raises:
-            RuntimeError: the loop is closed, so nobody reads.
-        """
-        self._items.append((mailbox, item))
-        if not self._is_waking:  # after the append, and cleared before the items are taken: so none is left lying
-            self._is_waking = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._is_waking = False
-        items = self._items
-        while items:
-            mailbox, item = items.popleft()
-            mailbox.put(item)
-
-
-class _Mailbox:
-    """Items for one reader on an event loop."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader; asking for it costs a system call
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def put(self, item: Item) -> None:
-        self.items.append(item)
-        self._wake()
-
-    async def wait(self, until: float | None) -> None:
-        """Return once there is an item, or at time `until` of the loop; sometimes before, with neither."""
-        loop = self._loop = self._loop or asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        # A timer a token would cost more than the token: one that is set, for an earlier time, is left to wake the reader for nothing.
-        if until is not None and (self._timer is None or until < self._timer.when()):
-            self.stop_timer()
-            self._timer = loop.call_at(until, self._ring)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def take(self) -> list[Item]:
-        items, self.items = self.items, []
-        return items
-
-    def stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _ring(self) -> None:
-        self._timer = None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class AsyncTokenStream(AsyncIterator[TokenEvent]):
     """The events of one request, read by an event loop. Closing it early, or cancelling the task that reads it, cancels the request."""
 
@@ -175,7 +101,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
         self._requests = requests
         self._active: ActiveRequest | None = None
         self._reader: AnswerReader | None = None
-        self._mailbox = _Mailbox()
+        self._mailbox = Mailbox()
         self._events: deque[TokenEvent] = deque()
         self._is_over = False
 
@@ -276,7 +202,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             self._active.cancel()
 
 
-def _put_on(inbox: Inbox, mailbox: _Mailbox, active: ActiveRequest) -> Callable[[int, StepOutput], None]:
+def _put_on(inbox: Inbox, mailbox: Mailbox, active: ActiveRequest) -> Callable[[int, StepOutput], None]:
     def put(index: int, step: StepOutput) -> None:
         try:
             inbox.put(mailbox, (index, step))

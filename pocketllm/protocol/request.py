@@ -19,14 +19,12 @@ class ToolUse:
         choice: "auto" lets the model decide, "none" forbids calls, "required" asks for at least one, "function" for one of `name`.
         name: of the function that must be called, with choice "function".
         parallel: whether one answer may hold several calls.
-        is_reported: whether calls are reported as such; else they stay content.
     """
 
     definitions: tuple[Mapping[str, Any], ...]
     choice: str = "auto"
     name: str | None = None
     parallel: bool = True
-    is_reported: bool = True
 
     @property
     def is_forced(self) -> bool:
@@ -53,6 +51,7 @@ class GenerationRequest:
         metadata: for a chat, "messages" (normalized) and the template's options; empty for a plain prompt.
         response_format: {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}; None leaves the text free.
         tools: of a chat; None without tools.
+        reports_calls: whether calls in the answer are reported as such; else they stay content.
     """
 
     prompt: str | tuple[int, ...]
@@ -62,6 +61,7 @@ class GenerationRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     response_format: Mapping[str, Any] | None = None
     tools: ToolUse | None = None
+    reports_calls: bool = True
 
 
 def new_request_id(prefix: str) -> str:

@@ -99,12 +99,11 @@ def with_described_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[
         messages: normalized; not changed.
         tools: the definitions that may be called, in OpenAI's form; at least one.
     """
-    lines = [json.dumps(_described(tool["function"]), ensure_ascii=False) for tool in tools]
-    text = "\n".join(
+    text = "\n\n".join(
         (
-            "You can call these tools:",
-            *lines,
-            "To call a tool, answer with one JSON object and nothing else. It holds the tool's name and the arguments with the values that the user gives:",
+            "You can call these tools, each with the JSON schema of its arguments:",
+            *(_description(tool["function"]) for tool in tools),
+            "To call a tool, answer with JSON alone, with the values that the user gives, copied exactly:\n"
             '{"name": "tool name", "arguments": {"argument name": value}}',
         )
     )
@@ -141,5 +140,7 @@ def _definition(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: copy.deepcopy(value) for key, value in tool["function"].items() if value is not None}}
 
 
-def _described(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: function[key] for key in ("name", "description", "parameters") if key in function}
+def _description(function: Mapping[str, Any]) -> str:
+    """Name, purpose and schema in lines of their own: a small model that is shown them as one JSON object copies it into its call."""
+    head = f"{function['name']}: {function['description']}" if function.get("description") else function["name"]
+    return "\n".join([head, *([json.dumps(function["parameters"], ensure_ascii=False)] if function.get("parameters") else [])])

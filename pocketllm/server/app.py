@@ -32,17 +32,17 @@ logger = logging.getLogger("pocketllm.server")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/alive", "/ready", "/health"})
 
-# Everything that the server answers; any other path is a 404. MODEL_BY_ID is left out on the guide's surface.
+# Everything that the server answers, the busiest first; any other path is a 404. MODEL_BY_ID is left out on the guide's surface.
 MODEL_BY_ID = Route("/v1/models/{model_id:path}", model, methods=["GET"])
 ROUTES = (
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
     Route("/alive", alive, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/v1/models", models, methods=["GET"]),
     MODEL_BY_ID,
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/requests/{request_id}", cancel_request, methods=["DELETE"]),
 )
 

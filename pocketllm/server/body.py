@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -65,8 +66,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of `pairs`, unless a key comes twice."""
     body = dict(pairs)
     if len(body) != len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ConfigurationError(f"{summary(name)} is sent twice, and only one of its values could be acted on. Send it once.", param=name)
     return body
 

@@ -21,6 +21,5 @@ async def chat_completions(request: Request) -> Response:
 
 def _build(body: dict[str, Any], state: ServerState) -> list[GenerationRequest]:
     request = chat_request(body, state.args.default_max_tokens)
-    if body.get("stream") and request.tools is not None and "streamed_tool_calls" not in state.features:
-        request = replace(request, tools=replace(request.tools, is_reported=False))
-    return [request]
+    reports_calls = not body.get("stream") or "streamed_tool_calls" in state.features
+    return [replace(request, reports_calls=reports_calls)]

@@ -36,6 +36,7 @@ class ServerState:
         self.load_error: BaseException | None = None
         self._load = load
         self._service: GenerationService | None = None
+        self._features: frozenset[str] | None = None
         self._progress = LoadProgress(0.0, "starting")
         self._active: dict[str, int] = {}  # number of choices
         self._is_closing = False
@@ -55,7 +56,10 @@ class ServerState:
     @property
     def features(self) -> frozenset[str]:
         """What the loaded model and this server act on. Raises as `service` does."""
-        return features(self.service.capabilities, self.args.surface)
+        service = self.service
+        if self._features is None:
+            self._features = features(service.capabilities, self.args.surface)
+        return self._features
 
     @property
     def model_name(self) -> str:

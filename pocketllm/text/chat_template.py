@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.exceptions
@@ -18,8 +18,29 @@ import jinja2.utils
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError
 from pocketllm.hf_config import read_json
+from pocketllm.text.deepseek_v4 import DEEPSEEK_V4_TYPES, DeepseekV4Prompt
 from pocketllm.text.special_tokens import special_tokens
 from pocketllm.text.template_traits import adapt, find_traits
+
+
+class PromptFormat(Protocol):
+    """What makes a conversation into a prompt: a checkpoint's chat template, or what stands in for it.
+
+    Args:
+        source: the template's text, or none.
+        renders_tools: whether tool definitions show in the prompt.
+    """
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def renders_tools(self) -> bool: ...
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """The prompt for normalized `messages`, ready to be tokenized without added special tokens."""
 
 
 class ChatTemplate:
@@ -89,8 +110,8 @@ class ChatTemplate:
             ) from error
 
 
-def load_chat_template(checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The template of `checkpoint`, or None when it has none, as a base model.
+def load_chat_template(checkpoint: Checkpoint) -> PromptFormat | None:
+    """The template of `checkpoint`, or None when it has none, as a base model. DeepSeek-V4 has a prompt format that no template spells out.
 
     A directory's chat_template.jinja wins over tokenizer_config.json, as in transformers; of a list of templates "default" is taken.
 
@@ -99,7 +120,7 @@ def load_chat_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """
     source = _directory_source(checkpoint) if checkpoint.gguf is None else checkpoint.gguf.metadata.get("tokenizer.chat_template")
     if source is None:
-        return None
+        return DeepseekV4Prompt() if checkpoint.architecture in DEEPSEEK_V4_TYPES else None
     if not isinstance(source, str):
         raise ConfigurationError(f"{checkpoint.path} has a chat template that is no text: download it again.", param="model")
     return ChatTemplate(source, special_tokens(checkpoint).as_dict())

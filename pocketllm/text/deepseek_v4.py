@@ -61,6 +61,8 @@ _BEYOND_EFFORT = (
     "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no assumption remains unchecked and "
     "no error remains undiscovered.\n\n"
 )
+DEEPSEEK_V4_TYPES = ("deepseek_v4", "deepseek4")  # config.json's model_type, and the architecture of a GGUF
+
 EFFORTS_PREVIEW: Mapping[str, str] = {"high": "", "max": _ABSOLUTE_EFFORT}  # the weights of April 2026
 EFFORTS: Mapping[str, str] = {"low": "", "high": _ABSOLUTE_EFFORT, "max": _BEYOND_EFFORT}  # those of July 2026 and later
 
@@ -262,3 +264,34 @@ def _arguments(arguments: Any, place: str) -> Mapping[str, Any]:
 
 def _fail(place: str, what: str) -> NoReturn:
     raise ConfigurationError(f'"{place}" {what}: correct the message.', param=place)
+
+
+class DeepseekV4Prompt:
+    """`render_deepseek_v4` in the place of a chat template, for these checkpoints come without one."""
+
+    source = ""
+    renders_tools = True
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """The prompt for `messages`, ready to be tokenized without added special tokens.
+
+        Args:
+            messages: normalized.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            tools: tool definitions in OpenAI's form.
+            options: `thinking` lets the model reason first, `drop_thinking` leaves out the reasoning of earlier turns. The efforts xhigh and max ask
+                for the most that the weights know; the others are their default.
+
+        Raises:
+            ConfigurationError: a message, which the error names, can't be rendered.
+        """
+        return render_deepseek_v4(
+            messages,
+            tools=tools,
+            thinking=options.get("thinking") is True,
+            drop_thinking=options.get("drop_thinking") is not False,
+            reasoning_effort="max" if options.get("reasoning_effort") in ("xhigh", "max") else None,
+            add_generation_prompt=add_generation_prompt,
+        )

@@ -30,8 +30,8 @@ def pytest_report_header() -> str | None:
 
 @pytest.fixture(scope="session")
 def url(default_model: Path) -> Iterator[str]:
-    """The URL of a server that gives answers without a budget 96 tokens."""
-    server = serve("--model", default_model, "--default-max-tokens", 96)
+    """The URL of a server that gives answers without a budget 96 tokens, and draws the same ones in every run."""
+    server = serve("--model", default_model, "--default-max-tokens", 96, "--seed", 1)
     try:
         yield wait_until_ready(server)
     finally:

@@ -110,6 +110,13 @@ def test_parse_an_answer(client: openai.OpenAI, model_name: str) -> None:
     assert isinstance(answer.choices[0].message.parsed, Animal)
 
 
+def test_json_object(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.chat.completions.create(model=model_name, messages=ANIMAL_MESSAGES, response_format={"type": "json_object"}, n=6, temperature=0.7, seed=1)
+    whole = [choice.message.content or "" for choice in answer.choices if choice.finish_reason == "stop"]
+    assert whole
+    assert all(isinstance(json.loads(text), dict) for text in whole)
+
+
 def test_parse_a_stream(client: openai.OpenAI, model_name: str) -> None:
     with client.chat.completions.stream(model=model_name, messages=ANIMAL_MESSAGES, response_format=Animal) as stream:
         assert any(event.type == "content.delta" and event.parsed is not None for event in stream)
@@ -149,10 +156,11 @@ def test_legacy_completion(client: openai.OpenAI, model_name: str) -> None:
 
 
 def test_chat_log_probabilities(client: openai.OpenAI, model_name: str) -> None:
-    choice = client.chat.completions.create(model=model_name, messages=HELLO_MESSAGES, logprobs=True, top_logprobs=3, max_tokens=6).choices[0]
+    choice = client.chat.completions.create(model=model_name, messages=HELLO_MESSAGES, logprobs=True, top_logprobs=3, temperature=0, max_tokens=6).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.content
-    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    pieces = [bytes(entry.bytes or ()) for entry in choice.logprobs.content]
+    assert b"".join(pieces).decode(errors="replace") == choice.message.content
     assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in choice.logprobs.content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -15,9 +16,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def model(base_url: str, model_name: str) -> OpenAIChatCompletionsModel:
+async def model(base_url: str, model_name: str) -> AsyncIterator[OpenAIChatCompletionsModel]:
     set_tracing_disabled(True)  # traces go to OpenAI
-    return OpenAIChatCompletionsModel(model=model_name, openai_client=openai.AsyncOpenAI(base_url=base_url, api_key="none"))
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        yield OpenAIChatCompletionsModel(model=model_name, openai_client=client)
 
 
 async def test_chat(model: OpenAIChatCompletionsModel) -> None:

@@ -63,7 +63,10 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat(stop_token_ids=[], response_format={"type": "text"}, prediction=None, verbosity="low", prompt_cache_key="k", safety_identifier="s"),
     _chat(response_format={"type": "json_object"}, temperature=0),
     _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}),
-    _chat(response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}}, stream=True),
+    _chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array", "items": {"type": "null"}}}},
+        stream=True,
+    ),
     _chat(tools=[_WEATHER, _CLOCK], tool_choice="auto", parallel_tool_calls=True),
     _chat(tools=[_WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}}, parallel_tool_calls=False, stream=True),
     _chat(tools=[_WEATHER], tool_choice="required"),

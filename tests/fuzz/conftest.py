@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,15 @@ def _answer(request: EngineRequest) -> Sequence[int]:
 
 
 @pytest.fixture
-def server(start_server: StartServer) -> LiveServer:
-    """Answers are 64 tokens long at most where a request asks for no length."""
-    return start_server(qwen_like(answers=_answer, context_length=4096, max_slots=16), default_max_tokens=64)
+def start_any(start_server: StartServer) -> StartServer:
+    """Starts such servers. Answers are 64 tokens long at most where a request asks for no length."""
+
+    def start(**options: Any) -> LiveServer:
+        return start_server(qwen_like(answers=_answer, context_length=4096, max_slots=16), default_max_tokens=64, **options)
+
+    return start
+
+
+@pytest.fixture
+def server(start_any: StartServer) -> LiveServer:
+    return start_any()

@@ -197,7 +197,24 @@ class Mutator:
     def _insert(self, content: bytes) -> bytes:
         place = self._place(content)
         piece = self._random.choice(
-            (b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc0\x80", b"}", b"]", b'"', b"\\", b"\\u12", b"//", b"\n", b"{}", b"1e9999", b",")
+            (
+                b"\x00",
+                b"\xff",
+                b"\xc3",
+                b"\xed\xa0\x80",
+                b"\xf4\x90\x80\x80",
+                b"\xc0\x80",
+                b"}",
+                b"]",
+                b'"',
+                b"\\",
+                b"\\u12",
+                b"//",
+                b"\n",
+                b"{}",
+                b"1e9999",
+                b",",
+            )
         )
         return content[:place] + piece + content[place:]
 
@@ -206,7 +223,9 @@ class Mutator:
         return b"{" + f"{key}: {value}, {key}: {value}, ".encode() + content[1:]
 
     def _pad(self, content: bytes) -> bytes:
-        return self._random.choice((b"\xef\xbb\xbf" + content, content + content, b"\n" * 500 + content, content + b"\x00", b"", b"null", b"[" + content + b"]"))
+        return self._random.choice(
+            (b"\xef\xbb\xbf" + content, content + content, b"\n" * 500 + content, content + b"\x00", b"", b"null", b"[" + content + b"]")
+        )
 
     def _encode_otherwise(self, content: bytes) -> bytes:
         text = content.decode("utf-8", "surrogatepass")

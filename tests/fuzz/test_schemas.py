@@ -24,11 +24,49 @@ from tests.fuzz.mutator import Mutator, paths, value_at
 SCHEMAS = 1_500
 FEATURES = features(Capabilities("fake", "none", 4, 1000, 256, logprobs=True, structured_outputs=True), "full")
 SYNTAXES: tuple[ToolSyntax, ...] = (QwenXml(), Dsml(), JSON_CALLS)
-KEYWORDS = (
-    "$anchor $defs $id $ref additionalProperties allOf anyOf const contains default definitions dependentRequired else enum examples exclusiveMaximum "
-    "exclusiveMinimum format if items maxItems maxLength maximum minItems minLength minProperties minimum multipleOf not nullable oneOf pattern "
-    "patternProperties prefixItems properties propertyNames required then type unevaluatedProperties uniqueItems"
-).split()
+KEYWORDS = [
+    "$anchor",
+    "$defs",
+    "$id",
+    "$ref",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "const",
+    "contains",
+    "default",
+    "definitions",
+    "dependentRequired",
+    "else",
+    "enum",
+    "examples",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "format",
+    "if",
+    "items",
+    "maxItems",
+    "maxLength",
+    "maximum",
+    "minItems",
+    "minLength",
+    "minProperties",
+    "minimum",
+    "multipleOf",
+    "not",
+    "nullable",
+    "oneOf",
+    "pattern",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+    "propertyNames",
+    "required",
+    "then",
+    "type",
+    "unevaluatedProperties",
+    "uniqueItems",
+]
 CALL = "".join(
     f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("city", "x"), ("days", "3"), ("tags", "[1]"), ("either", "true"), ("ratio", "null"))
 )

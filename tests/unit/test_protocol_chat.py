@@ -299,5 +299,5 @@ def test_tools_are_described_in_the_system_turn() -> None:
         assert messages == before
         assert described[1:] == HI
         assert described[0]["role"] in ("system", "developer")
-        assert '\n{"name": "f", "description": "é", "parameters": {"type": "object"}}\n' in described[0]["content"]
-        assert described[0]["content"].startswith("Be short.\n\n" if before[0]["content"] == "Be short." else "You can call these tools:\n")
+        assert '\n\nf: é\n{"type": "object"}\n\n' in described[0]["content"]
+        assert described[0]["content"].startswith("Be short.\n\n" if before[0]["content"] == "Be short." else "You can call these tools, ")

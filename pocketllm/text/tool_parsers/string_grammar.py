@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pocketllm.protocol.refusals import summary
+
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DATE = (
     "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"  # 29 February is left out
@@ -41,7 +43,7 @@ def string_expression(schema: Mapping[str, Any], without: str) -> str:
     """
     low, high = schema.get("minLength", 0), schema.get("maxLength")
     for key, length in (("minLength", low), ("maxLength", high)):
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int | float) or length != int(length) or not 0 <= length <= _MAX_LENGTH):
+        if key in schema and (isinstance(length, bool) or not isinstance(length, int | float) or not 0 <= length <= _MAX_LENGTH or length != int(length)):
             raise InvalidPattern(f'"{key}" that is no whole number from 0 to {_MAX_LENGTH}')
     if high is not None and high < low:
         raise InvalidPattern('"maxLength" below "minLength"')
@@ -53,8 +55,8 @@ def string_expression(schema: Mapping[str, Any], without: str) -> str:
     if "pattern" in schema:
         parts.append(f"/{_anywhere(schema['pattern'])}/")
     if "format" in schema:
-        if schema["format"] not in _FORMATS:
-            raise InvalidPattern(f'the "format" {schema["format"]!r}')
+        if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
+            raise InvalidPattern(f'the "format" {summary(schema["format"])}')
         parts.append(f"/{_FORMATS[schema['format']]}/")
     return f"({' & '.join(parts)})"
 

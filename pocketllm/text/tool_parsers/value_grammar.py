@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.protocol.conditions import number
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
 from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression, text_without
@@ -22,6 +23,7 @@ _ANNOTATIONS = frozenset(
 _OBJECT_KEYS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 _EVERY_TYPE_KEYS = ("not", "if", "then", "else", "allOf", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
+_MAX_REASON = 200  # characters of a message
 _POSITION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # what llguidance's messages begin with
 
 # What a text that is read as another type looks like, by that type. Only the number and the brackets say it at their first characters.
@@ -111,9 +113,10 @@ class CallGrammar:
             self._refuse(where, f"type {_shown(declared)}")
         names = [*tool.properties, *sorted(tool.required - tool.properties.keys())]
         for key in tool.root:
-            if key == "minProperties" and tool.root[key] <= len(tool.required):
+            count = number(tool.root[key])
+            if key == "minProperties" and count is not None and count <= len(tool.required):
                 continue
-            if key == "maxProperties" and tool.root[key] >= len(names):
+            if key == "maxProperties" and count is not None and count >= len(names):
                 continue
             if key not in _OBJECT_KEYS and not key.startswith("x-"):
                 self._refuse(where, f'"{key}"')
@@ -223,6 +226,8 @@ class CallGrammar:
             if key in schema:
                 if extra := schema.keys() - _ANNOTATIONS - {key}:
                     self._refuse(where, f'"{min(extra)}" beside "{key}"')
+                if not isinstance(schema[key], list):
+                    self._refuse(where, f'"{key}" that is no array')
                 branches = [self._forms(tool, where, branch, depth + 1) for branch in schema[key]]
                 kinds = [kind for branch in schema[key] for kind in {name.replace("integer", "number") for name in tool.types(branch) or ("string",)}]
                 if key == "oneOf" and len(set(kinds)) < len(kinds):
@@ -280,6 +285,7 @@ class CallGrammar:
         return not name or any(character in name for character in self._not_in_names)
 
     def _refuse(self, where: str, what: str) -> NoReturn:
+        what = what if len(what) <= _MAX_REASON else f"{what[: _MAX_REASON - 1]}…"  # llguidance quotes all of what it refuses
         raise UnsupportedFeatureError(
             f'"tools": {where} can\'t be enforced, because of {what}: simplify the schema, or let the model choose with "tool_choice": "auto".',
             param="tools",
