@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny
+from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
@@ -20,14 +20,6 @@ from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
 
 LENGTHS = [1, 3, 37, 64, 131]  # ragged, around the chunk of 64
 ANSWER = 64
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +233,18 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     plane.add("a", prompt_of(37), ANSWER)
     plane.run()
     assert plane.answers["a"] == greedy(oracle, prompt_of(37), ANSWER)
+
+
+@pytest.mark.parametrize("matrix_type", ["F32", "Q8_0"])
+def test_gguf(matrix_type: str, tmp_path: Path) -> None:
+    """A GGUF has its value heads in another order, its norms complete, and its decay rates computed."""
+    oracle = write_tiny(tmp_path, hidden_size=64, intermediate_size=96, linear_num_value_heads=4, linear_value_head_dim=32)
+    write_tiny_gguf(path := tmp_path / "tiny.gguf", oracle, gguf.GGMLQuantizationType[matrix_type])
+    plane = Plane(load(path))
+    plane.add("a", prompt_of(37), ANSWER)
+    plane.run()
+    assert plane.answers["a"] == greedy(oracle, prompt_of(37), ANSWER)
+    assert_logits(plane, "a", oracle, prompt_of(37))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -14,7 +15,7 @@ from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import Draw, ModelRunner
-from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5, gguf_name
 from pocketllm.torch_engine.scheduler import Row, Scheduler
 from pocketllm.torch_engine.state_pool import StatePool
 
@@ -57,6 +58,63 @@ def write_tiny(directory: Path, **sizes: Any) -> Qwen3_5ForCausalLM:
     fill(model)
     model.save_pretrained(directory)
     return model
+
+
+def write_tiny_gguf(path: Path, model: Qwen3_5ForCausalLM, matrix_type: gguf.GGMLQuantizationType) -> None:
+    """`model` as llama.cpp's converter writes it. Matrices are quantized to `matrix_type`, and rounded so in `model` too."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim // 4)
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_uint32("qwen35.full_attention_interval", SIZES["full_attention_interval"])
+    key_heads, value_heads, value_dim = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    tiled = torch.arange(value_heads).view(key_heads, -1).T.flatten()  # heads that share a key head stand apart
+    tiled_rows = (tiled[:, None] * value_dim + torch.arange(value_dim)).flatten()
+    keys = 2 * key_heads * config.linear_key_head_dim
+    qkv_rows = torch.cat([torch.arange(keys), keys + tiled_rows])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                rounded = gguf.dequantize(gguf.quantize(weight.numpy(), matrix_type), matrix_type)
+                weight.copy_(torch.from_numpy(rounded))
+            kind = name.split(".linear_attn.")[-1]
+            stored = weight.clone()
+            if "norm" in name and kind != "norm.weight":
+                stored = weight + 1
+            elif kind == "A_log":
+                stored = -weight.exp()
+            elif kind == "conv1d.weight":
+                stored = weight.squeeze(1)
+            if kind in ("in_proj_qkv.weight", "conv1d.weight"):
+                stored = stored[qkv_rows]
+            elif kind == "in_proj_z.weight":
+                stored = stored[tiled_rows]
+            elif kind in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+                stored = stored[tiled]
+            elif kind == "out_proj.weight":
+                stored = stored[:, tiled_rows]
+            is_matrix = weight.ndim == 2
+            data = gguf.quantize(stored.numpy(), matrix_type) if is_matrix else stored.numpy()
+            writer.add_tensor(gguf_name(name), data, raw_dtype=matrix_type if is_matrix else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

@@ -157,8 +157,8 @@ class Qwen3_5:
         gate_first = torch.arange(2 * q_size).view(-1, 2, head_dim).transpose(0, 1).flip(0).flatten()
         query_and_gate = self._take(f"{prefix}q_proj.weight", 2 * q_size, hidden).select_rows(gate_first)
         key, value = (self._take(f"{prefix}{name}.weight", kv_size, hidden) for name in ("k_proj", "v_proj"))
-        factors = [self._take_factor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm")]
-        norm = HeadNorm(*factors, config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
+        query_factor, key_factor = (self._take_factor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
+        norm = HeadNorm(query_factor, key_factor, config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
         output = self._take(f"{prefix}o_proj.weight", hidden, q_size)
         projections = build_linear([query_and_gate, key, value], self.compute_dtype), build_linear([output], self.compute_dtype)
         return _GatedAttention(config, *projections, norm)

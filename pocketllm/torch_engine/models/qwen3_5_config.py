@@ -1,4 +1,4 @@
-"""The numbers of qwen3_5's text decoder, read from config.json or from GGUF metadata, without defaults of our own."""
+"""The numbers of qwen3_5's text decoder, without defaults of our own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Qwen3_5Config:
         ConfigurationError: a key is missing or makes no sense.
         UnsupportedFeatureError: the config asks for a variant that this model does not compute.
         """
-        config = checkpoint.config if checkpoint.gguf is None else _from_gguf(checkpoint, checkpoint.gguf.metadata)
+        config = checkpoint.config
         for key, wanted in _ONLY.items():
             if (found := config.get(key, wanted)) != wanted:
                 raise UnsupportedFeatureError(
@@ -140,28 +140,6 @@ def _layer_types(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str
     if _KINDS[1] not in types:
         raise _bad(checkpoint, "layer_types", types, "a list with at least one full_attention")
     return tuple(types)
-
-
-def _from_gguf(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """GGUF's keys under config.json's names, beside those that the checkpoint has translated already."""
-    config = dict(checkpoint.config)
-
-    def number(key: str) -> int:
-        if type(value := metadata.get(f"qwen35.{key}")) is not int or value < 1:
-            raise _bad(checkpoint, f"qwen35.{key}", value, "a whole number above 0")
-        return value
-
-    # The multi-token prediction head counts as a block.
-    extra = metadata.get("qwen35.nextn_predict_layers", 0)
-    config["num_hidden_layers"] = number("block_count") - extra
-    config["partial_rotary_factor"] = number("rope.dimension_count") / number("attention.key_length")
-    if number("ssm.inner_size") % number("ssm.time_step_rank"):
-        raise _bad(checkpoint, "qwen35.ssm.inner_size", metadata["qwen35.ssm.inner_size"], f"a multiple of {number('ssm.time_step_rank')}")
-    config["linear_value_head_dim"] = number("ssm.inner_size") // number("ssm.time_step_rank")
-    recurrent = metadata.get("qwen35.attention.recurrent_layers")
-    if isinstance(recurrent, list):
-        config["layer_types"] = [_KINDS[0 if one else 1] for one in recurrent[: config["num_hidden_layers"]]]
-    return config
 
 
 def _required(checkpoint: Checkpoint, config: Mapping[str, Any], key: str) -> Any:
