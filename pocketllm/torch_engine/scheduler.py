@@ -16,7 +16,7 @@ from typing import Literal
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import ROOT, BlockPool, hash_block
-from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool
+from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
 
 RowFinish = Literal["stop", "length"]
 
@@ -252,11 +252,12 @@ class Scheduler:
         return min([count, *(end - start for end in ends if end > start)])
 
     def _take_snapshot(self, states: StatePool, row: Row) -> None:
-        """Keep the state of a row that is at the end of a block; of one that decodes, the newest alone, for when it ends."""
+        """Snapshot a row that is at the end of a block. One that decodes gives up the one before, so that it leaves a late one when it ends."""
         position, size = row.num_computed_tokens, self.pool.block_size
         if self.pool.enable_prefix_caching and position % size == 0:
-            keep = position % (states.interval_blocks * size) == 0 or position == row.snapshot_end
-            row.snapshot = states.save(row.state_slot, row.block_hashes[-1], row.snapshot, keep=keep)
+            is_mark = position % (states.interval_blocks * size) == 0
+            worth = Worth.LASTING if position == row.snapshot_end else Worth.INTERVAL if is_mark else Worth.PASSING
+            row.snapshot = states.save(row.state_slot, row.block_hashes[-1], row.snapshot, worth)
 
     def _extend_hashes(self, row: Row) -> None:
         size = self.pool.block_size

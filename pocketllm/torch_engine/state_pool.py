@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,19 @@ class StateCopy:
     target: int
 
 
+class Worth(IntEnum):
+    """Why a snapshot is there, the least reason first.
+
+    PASSING ones go when their rows have gone on. INTERVAL ones stay, and are the first to make room, so that one long prompt does
+    not drive out what others come back to. LASTING ones, at the end of a prompt or a row, or started from before, go when they are
+    the least recently used.
+    """
+
+    PASSING = 0
+    INTERVAL = 1
+    LASTING = 2
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """A copy of a row's state after a whole number of blocks.
@@ -32,17 +46,17 @@ class Snapshot:
         digest: of that prefix, as hash_block chains it.
         slot: where it is; -1 once it was given up.
         rows: running rows whose newest snapshot this is.
-        is_kept: it stays when those rows have gone on.
+        worth: the best of the reasons so far.
     """
 
     digest: bytes
     slot: int
     rows: int = 0
-    is_kept: bool = False
+    worth: Worth = Worth.PASSING
 
 
 class StatePool:
-    """Hands out one slot a running row, and keeps snapshots, the least recently used of which makes room for the next.
+    """Hands out one slot a running row, and keeps snapshots as their worth says.
 
     Args:
         num_rows: most running rows.
@@ -80,7 +94,7 @@ class StatePool:
         source = None
         if digest is not None:
             snapshot = self._snapshots[digest]
-            snapshot.is_kept = True  # it has served once and may again, whatever becomes of the row that left it
+            snapshot.worth = Worth.LASTING
             self._snapshots.move_to_end(digest)
             source = snapshot.slot
         self._copies.append(StateCopy(source, slot))
@@ -91,33 +105,33 @@ class StatePool:
         self._free_rows.append(slot)
         if newest is not None:
             newest.rows -= 1
-            newest.is_kept = True
+            newest.worth = Worth.LASTING
 
-    def save(self, slot: int, digest: bytes, newest: Snapshot | None, *, keep: bool) -> Snapshot | None:
+    def save(self, slot: int, digest: bytes, newest: Snapshot | None, worth: Worth) -> Snapshot | None:
         """Snapshot the row in `slot`, which is now at the prefix `digest`.
 
         Args:
-            newest: the row's snapshot before this one, which is given up unless it is to be kept.
-            keep: the new one is to be kept.
+            newest: the row's snapshot before this one, which goes if it was a passing one.
+            worth: of the new one; one that is there already keeps its own if that is better.
 
         Returns:
             The row's newest snapshot now; None without room for any.
         """
         if newest is not None:
             newest.rows -= 1
-            if newest.rows == 0 and not newest.is_kept and newest.slot >= 0:
+            if newest.rows == 0 and newest.worth == Worth.PASSING and newest.slot >= 0:
                 self.drop(newest.digest)
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             if self.num_slots == self.num_rows:
                 return None
             if not self._free_snapshots:
-                self.drop(next(iter(self._snapshots)))
+                self.drop(self._least_needed())
             snapshot = self._snapshots[digest] = Snapshot(digest, self._free_snapshots.popleft())
             self._copies.append(StateCopy(slot, snapshot.slot))
         self._snapshots.move_to_end(digest)
         snapshot.rows += 1
-        snapshot.is_kept |= keep
+        snapshot.worth = max(snapshot.worth, worth)
         return snapshot
 
     def drop(self, digest: bytes) -> None:
@@ -126,6 +140,11 @@ class StatePool:
         if snapshot is not None:
             self._free_snapshots.append(snapshot.slot)
             snapshot.slot = -1
+
+    def _least_needed(self) -> bytes:
+        """The snapshot that makes room: the least recently used one that only marks an interval, else the least recently used one."""
+        marks = (digest for digest, snapshot in self._snapshots.items() if snapshot.worth == Worth.INTERVAL and not snapshot.rows)
+        return next(marks, next(iter(self._snapshots)))
 
     def check_integrity(self, rows: Iterable[tuple[int, Snapshot | None]]) -> None:
         """Raise AssertionError unless slots and counts are just those of `rows`: slot and newest snapshot of each running row."""
@@ -137,6 +156,6 @@ class StatePool:
         for digest, snapshot in self._snapshots.items():
             assert snapshot.digest == digest, "a snapshot is filed under another prefix"
             assert snapshot.rows == sum(newest is snapshot for _, newest in held), "a snapshot counts other rows than hold it"
-            assert snapshot.rows or snapshot.is_kept, "a snapshot that nobody needs takes a slot"
+            assert snapshot.rows or snapshot.worth != Worth.PASSING, "a snapshot that nobody needs takes a slot"
         for _, newest in held:
             assert newest is None or newest.slot < 0 or self._snapshots.get(newest.digest) is newest, "a row's snapshot is unknown to the pool"

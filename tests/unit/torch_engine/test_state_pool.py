@@ -11,13 +11,13 @@ from fake_model import FakeModel, alone
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.scheduler import Row, Scheduler
-from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool
+from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
 
 A, B, C, D = (bytes([place]) for place in range(4))
 
 
-def saved(pool: StatePool, slot: int, digest: bytes, newest: Snapshot | None = None, *, keep: bool = True) -> Snapshot:
-    snapshot = pool.save(slot, digest, newest, keep=keep)
+def saved(pool: StatePool, slot: int, digest: bytes, newest: Snapshot | None = None, *, worth: Worth = Worth.LASTING) -> Snapshot:
+    snapshot = pool.save(slot, digest, newest, worth)
     assert snapshot is not None
     return snapshot
 
@@ -49,14 +49,14 @@ def test_a_row_goes_on_from_a_snapshot() -> None:
     assert pool.has(A)
 
 
-def test_a_snapshot_that_is_not_kept_gives_way_to_the_rows_next() -> None:
+def test_a_passing_snapshot_gives_way_to_the_rows_next() -> None:
     pool = StatePool(1, 2, 4)
     slot = pool.start(None)
-    first = saved(pool, slot, A, keep=False)
-    second = saved(pool, slot, B, first, keep=False)
+    first = saved(pool, slot, A, worth=Worth.PASSING)
+    second = saved(pool, slot, B, first, worth=Worth.PASSING)
     assert (pool.has(A), pool.has(B)) == (False, True)
-    third = saved(pool, slot, C, second, keep=True)
-    fourth = saved(pool, slot, D, third, keep=False)
+    third = saved(pool, slot, C, second, worth=Worth.LASTING)
+    fourth = saved(pool, slot, D, third, worth=Worth.PASSING)
     assert [pool.has(digest) for digest in (A, B, C, D)] == [False, False, True, True]
     pool.check_integrity([(slot, fourth)])
 
@@ -64,9 +64,9 @@ def test_a_snapshot_that_is_not_kept_gives_way_to_the_rows_next() -> None:
 def test_the_last_one_of_a_row_that_ends_is_kept() -> None:
     pool = StatePool(1, 2, 4)
     slot = pool.start(None)
-    pool.end(slot, saved(pool, slot, A, keep=False))
+    pool.end(slot, saved(pool, slot, A, worth=Worth.PASSING))
     slot = pool.start(None)
-    pool.end(slot, saved(pool, slot, B, saved(pool, slot, C, keep=False), keep=False))
+    pool.end(slot, saved(pool, slot, B, saved(pool, slot, C, worth=Worth.PASSING), worth=Worth.PASSING))
     assert [pool.has(digest) for digest in (A, B, C)] == [True, True, False]
     pool.check_integrity([])
 
@@ -74,21 +74,21 @@ def test_the_last_one_of_a_row_that_ends_is_kept() -> None:
 def test_one_that_another_row_started_from_is_kept() -> None:
     pool = StatePool(2, 3, 4)
     slot = pool.start(None)
-    first = saved(pool, slot, A, keep=False)
+    first = saved(pool, slot, A, worth=Worth.PASSING)
     pool.start(A)
-    saved(pool, slot, B, first, keep=False)
+    saved(pool, slot, B, first, worth=Worth.PASSING)
     assert pool.has(A)
 
 
 def test_rows_with_equal_prefixes_share_one_until_the_last_goes_on() -> None:
     pool = StatePool(2, 3, 4)
     one, two = pool.start(None), pool.start(None)
-    mine, other = saved(pool, one, A, keep=False), saved(pool, two, A, keep=False)
+    mine, other = saved(pool, one, A, worth=Worth.PASSING), saved(pool, two, A, worth=Worth.PASSING)
     assert mine is other
     assert pool.take_copies() == [StateCopy(None, 0), StateCopy(None, 1), StateCopy(0, 2)]
-    mine = saved(pool, one, B, mine, keep=False)
+    mine = saved(pool, one, B, mine, worth=Worth.PASSING)
     assert pool.has(A)
-    other = saved(pool, two, C, other, keep=False)
+    other = saved(pool, two, C, other, worth=Worth.PASSING)
     assert not pool.has(A)
     pool.check_integrity([(one, mine), (two, other)])
 
@@ -104,15 +104,31 @@ def test_the_least_recently_used_one_makes_room() -> None:
     assert pool.take_copies()[-2:] == [StateCopy(2, 1), StateCopy(0, 3)]
 
 
+def test_marks_of_an_interval_make_room_first_unless_a_row_is_there_or_one_started_there() -> None:
+    pool = StatePool(3, 3, 4)
+    slot = pool.start(None)
+    saved(pool, slot, A)
+    mark = saved(pool, slot, B, worth=Worth.INTERVAL)
+    pool.end(slot, None)
+    slot = pool.start(None)
+    held = saved(pool, slot, C, worth=Worth.INTERVAL)
+    other = pool.start(None)
+    saved(pool, other, D, mark, worth=Worth.INTERVAL)  # the row that left B has gone on
+    assert [pool.has(digest) for digest in (A, B, C, D)] == [True, False, True, True]
+    pool.start(D)
+    pool.save(other, B, held, Worth.PASSING)  # now nobody is at C
+    assert [pool.has(digest) for digest in (A, B, C, D)] == [True, True, False, True]
+
+
 def test_a_row_outlives_its_snapshot() -> None:
     pool = StatePool(2, 1, 4)
     one, two = pool.start(None), pool.start(None)
-    lost = saved(pool, one, A, keep=False)
-    held = saved(pool, two, B, keep=False)
+    lost = saved(pool, one, A, worth=Worth.PASSING)
+    held = saved(pool, two, B, worth=Worth.PASSING)
     assert (lost.slot, held.slot) == (-1, 2)
-    again = saved(pool, two, A, held, keep=False)
+    again = saved(pool, two, A, held, worth=Worth.PASSING)
     pool.check_integrity([(one, lost), (two, again)])
-    newest = saved(pool, one, C, lost, keep=False)  # takes the slot of `again`, not because of `lost`
+    newest = saved(pool, one, C, lost, worth=Worth.PASSING)  # takes the slot of `again`, not because of `lost`
     pool.check_integrity([(one, newest), (two, again)])
     pool.end(one, newest)
     pool.end(two, again)
@@ -124,7 +140,7 @@ def test_without_room_for_any_nothing_is_copied() -> None:
     pool = StatePool(1, 0, 4)
     slot = pool.start(None)
     pool.take_copies()
-    assert pool.save(slot, A, None, keep=True) is None
+    assert pool.save(slot, A, None, Worth.LASTING) is None
     assert pool.take_copies() == []
     pool.check_integrity([(slot, None)])
 
