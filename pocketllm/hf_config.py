@@ -23,6 +23,28 @@ _REQUIRED = {
     "llama": _COMMON,
     "mistral": (*_COMMON, "num_key_value_heads", "rope_theta"),
     "qwen2": (*_COMMON, "num_key_value_heads", "rope_theta"),
+    "qwen3": (*_COMMON, "num_key_value_heads", "rope_theta", "head_dim"),
+    "qwen3_moe": (
+        *_COMMON,
+        "num_key_value_heads",
+        "rope_theta",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    ),
+    "gemma3_text": (
+        *_COMMON,
+        "num_key_value_heads",
+        "rope_theta",
+        "rope_local_base_freq",
+        "head_dim",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "hidden_activation",
+    ),
 }
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
@@ -31,6 +53,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+    "qwen3_moe": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+    "gemma3_text": {"attention_bias": False, "tie_word_embeddings": True},
 }
 _POSITIVE_INTS = (
     "hidden_size",
@@ -41,8 +66,11 @@ _POSITIVE_INTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
-    "sliding_window",
 )
+# The same of the architectures whose keys are known.
+_MORE_POSITIVE_INTS = ("sliding_window", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_POSITIVE_NUMBERS = ("rope_theta", "rope_local_base_freq", "rms_norm_eps", "query_pre_attn_scalar", "final_logit_softcapping")
+_BOOLEANS = ("attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -80,9 +108,9 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(text, dict):
         config.update(text)
         config["model_type"] = architecture
-    for name in _POSITIVE_INTS:
-        if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
-            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
+    if config.get("num_experts") is None and "num_local_experts" in config:  # as transformers 5 writes it
+        config["num_experts"] = config["num_local_experts"]
+    _check_ints(config, _POSITIVE_INTS, path)
     _normalize_rope(config, path)
     for name in _REQUIRED.get(architecture, ()):
         if config.get(name) is None:
@@ -90,9 +118,9 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
     for name in _NULLABLE.get(architecture, ()):
         if name not in config:
             raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
-    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     if architecture in _REQUIRED:
         _complete(config, architecture, path)
+    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return architecture, config
 
 
@@ -119,22 +147,40 @@ def hf_generation_defaults(raw: Mapping[str, Any], generation: Mapping[str, Any]
     return defaults
 
 
+def _check_ints(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> None:
+    for name in names:
+        if config.get(name) is not None and not (type(config[name]) is int and config[name] > 0):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a whole number above 0: download it again.", param="model")
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
 def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys():
+        # One rotation for each kind of layer: the layers without a window are the rule, the local ones have keys of their own.
+        local = parameters["sliding_attention"] if isinstance(parameters.get("sliding_attention"), dict) else {}
+        config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
+        config["rope_local_scaling"] = _scaling(local)
+        parameters = parameters.get("full_attention")
     if not isinstance(parameters, dict):
         parameters = config.get("rope_scaling")
     if not isinstance(parameters, dict):
         parameters = {}
     theta = parameters.get("rope_theta", config.get("rope_theta"))
     if theta is not None:
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
-            raise ConfigurationError(f"{path} has rope_theta = {theta!r}, which should be a number above 0: download it again.", param="model")
-        config["rope_theta"] = float(theta)
+        config["rope_theta"] = float(theta) if _is_positive(theta) else theta
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    config["rope_scaling"] = _scaling(parameters)
+
+
+def _scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
-    config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
+    return None if kind == "default" else {"rope_type": kind, **scaling}
 
 
 def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
@@ -147,23 +193,49 @@ def _complete(config: dict[str, Any], architecture: str, path: Path) -> None:
         if hidden % heads:
             raise ConfigurationError(f"{path} has hidden_size = {hidden} for {heads} heads and no head_dim: download it again.", param="model")
         config["head_dim"] = hidden // heads
-    if not isinstance(config["rms_norm_eps"], float) or not config["rms_norm_eps"] > 0:
-        raise ConfigurationError(f"{path} has rms_norm_eps = {config['rms_norm_eps']!r}, which should be a number above 0: download it again.", param="model")
+    _check_ints(config, _MORE_POSITIVE_INTS, path)
+    for name in _POSITIVE_NUMBERS:
+        if config.get(name) is not None and not _is_positive(config[name]):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be a number above 0: download it again.", param="model")
     for name, value in _DEFAULTS[architecture].items():
         config.setdefault(name, value)
-    if "use_sliding_window" in _DEFAULTS[architecture]:
-        _complete_qwen_windows(config, path)
+    for name in _BOOLEANS:
+        if not isinstance(config.get(name, False), bool):
+            raise ConfigurationError(f"{path} has {name} = {config[name]!r}, which should be true or false: download it again.", param="model")
+    if architecture.startswith("qwen"):
+        if not config["use_sliding_window"]:
+            config["sliding_window"] = None
+        elif "sliding_window" not in config:
+            raise ConfigurationError(f"{path} lacks the key sliding_window: download it again.", param="model")
+    if architecture == "qwen3_moe":
+        _check_experts(config, path)
+    elif architecture == "gemma3_text":
+        _name_gemma_layers(config, path)
+    elif architecture in ("qwen2", "qwen3"):
+        _name_qwen_layers(config, path)
 
 
-def _complete_qwen_windows(config: dict[str, Any], path: Path) -> None:
-    """sliding_window counts where use_sliding_window says so; layers from max_window_layers on have it, unless layer_types names them."""
-    if not config["use_sliding_window"]:
-        config["sliding_window"] = None
-    window, count = config.setdefault("sliding_window", None), config["num_hidden_layers"]
+def _check_experts(config: Mapping[str, Any], path: Path) -> None:
+    count, top_k, dense = config["num_experts"], config["num_experts_per_tok"], config["mlp_only_layers"]
+    if top_k > count:
+        raise ConfigurationError(f"{path} has num_experts_per_tok = {top_k} of {count} experts: download it again.", param="model")
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigurationError(f"{path} has mlp_only_layers = {dense!r}, which should be a list of layers: download it again.", param="model")
+
+
+def _name_gemma_layers(config: dict[str, Any], path: Path) -> None:
+    """Of sliding_window_pattern layers the last one has no window, unless layer_types names them."""
     if config.get("layer_types") is None:
-        first = config.get("max_window_layers")
+        period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+        if type(period) is not int or period < 1:
+            raise ConfigurationError(f"{path} lacks the key layer_types, or sliding_window_pattern in its place: download it again.", param="model")
+        config["layer_types"] = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(config["num_hidden_layers"])]
+
+
+def _name_qwen_layers(config: dict[str, Any], path: Path) -> None:
+    """With a window, layers from max_window_layers on have it, unless layer_types names them."""
+    if config.get("layer_types") is None:
+        window, first = config["sliding_window"], config.get("max_window_layers", -1)
         if window is not None and (type(first) is not int or first < 0):
-            raise ConfigurationError(
-                f"{path} has max_window_layers = {first!r}, which should be a whole number where there is a sliding window: download it again.", param="model"
-            )
-        config["layer_types"] = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(count)]
+            raise ConfigurationError(f"{path} has a sliding window and lacks the key max_window_layers: download it again.", param="model")
+        config["layer_types"] = ["full_attention" if window is None or layer < first else "sliding_attention" for layer in range(config["num_hidden_layers"])]

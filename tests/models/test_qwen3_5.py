@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf
+from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf, write_tiny_moe
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
@@ -245,6 +245,26 @@ def test_gguf(matrix_type: str, tmp_path: Path) -> None:
     plane.run()
     assert plane.answers["a"] == greedy(oracle, prompt_of(37), ANSWER)
     assert_logits(plane, "a", oracle, prompt_of(37))
+
+
+@pytest.mark.parametrize("layout", ["separate", "fused", "F32", "Q8_0"])
+def test_experts(layout: str, tmp_path: Path) -> None:
+    """Experts in a tensor for each matrix, as transformers saves them, in two tensors a layer, and in a GGUF's three."""
+    oracle = write_tiny_moe(tmp_path, hidden_size=64, linear_num_value_heads=4, linear_value_head_dim=32)
+    path = tmp_path
+    if layout == "fused":
+        tensors = {name: value for name, value in load_file(tmp_path / "model.safetensors").items() if ".experts." not in name}
+        tensors |= {name: value.detach().clone() for name, value in oracle.named_parameters() if ".experts." in name}
+        save_file(tensors, tmp_path / "model.safetensors")
+    elif layout != "separate":
+        write_tiny_gguf(path := tmp_path / "tiny.gguf", oracle, gguf.GGMLQuantizationType[layout])
+    plane = Plane(load(path), num_blocks=160, chunk=40)
+    for length in (3, 37, 64):
+        plane.add(str(length), prompt_of(length), ANSWER)
+    plane.run()
+    for length in (3, 37, 64):
+        assert plane.answers[str(length)] == greedy(oracle, prompt_of(length), ANSWER)
+        assert_logits(plane, str(length), oracle, prompt_of(length))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from pocketllm.backends.base import EngineRequest
+
 VOCAB_SIZE = 97
 CONTEXT = 256
 WINDOW = 21  # neither a whole number of blocks nor of chunks
@@ -68,6 +70,10 @@ class Variant:
 
 def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def request(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), max_tokens)
 
 
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((1, 9, 33, 50, 70))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.checkpoint import open_checkpoint
@@ -15,7 +15,8 @@ from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import Draw, ModelRunner
-from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5, gguf_name
+from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from pocketllm.torch_engine.models.registry import MODELS
 from pocketllm.torch_engine.scheduler import Row, Scheduler
 from pocketllm.torch_engine.state_pool import StatePool
 
@@ -34,6 +35,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "full_attention_interval": 2,
 }
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 
 
 def fill(model: torch.nn.Module, seed: int = 11) -> None:
@@ -60,14 +63,30 @@ def write_tiny(directory: Path, **sizes: Any) -> Qwen3_5ForCausalLM:
     return model
 
 
-def write_tiny_gguf(path: Path, model: Qwen3_5ForCausalLM, matrix_type: gguf.GGMLQuantizationType) -> None:
+def write_tiny_moe(directory: Path, **sizes: Any) -> Qwen3_5MoeForCausalLM:
+    """A text checkpoint with experts in `directory`. Returns the same model in transformers."""
+    model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**SIZES, **EXPERTS, **sizes})).eval()
+    fill(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def write_tiny_gguf(path: Path, model: Any, matrix_type: gguf.GGMLQuantizationType) -> None:
     """`model` as llama.cpp's converter writes it. Matrices are quantized to `matrix_type`, and rounded so in `model` too."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "qwen35")
+    has_experts = "moe" in config.model_type
+    architecture = "qwen35moe" if has_experts else "qwen35"
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if has_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -81,15 +100,17 @@ def write_tiny_gguf(path: Path, model: Qwen3_5ForCausalLM, matrix_type: gguf.GGM
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    writer.add_uint32("qwen35.full_attention_interval", SIZES["full_attention_interval"])
+    writer.add_uint32(f"{architecture}.full_attention_interval", SIZES["full_attention_interval"])
     key_heads, value_heads, value_dim = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     tiled = torch.arange(value_heads).view(key_heads, -1).T.flatten()  # heads that share a key head stand apart
     tiled_rows = (tiled[:, None] * value_dim + torch.arange(value_dim)).flatten()
     keys = 2 * key_heads * config.linear_key_head_dim
     qkv_rows = torch.cat([torch.arange(keys), keys + tiled_rows])
+    gguf_name = MODELS[config.model_type].gguf_name  # type: ignore[attr-defined]
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            is_matrix = weight.ndim >= 2 and "conv1d" not in name and "shared_expert_gate" not in name
+            if is_matrix:
                 rounded = gguf.dequantize(gguf.quantize(weight.numpy(), matrix_type), matrix_type)
                 weight.copy_(torch.from_numpy(rounded))
             kind = name.split(".linear_attn.")[-1]
@@ -108,9 +129,15 @@ def write_tiny_gguf(path: Path, model: Qwen3_5ForCausalLM, matrix_type: gguf.GGM
                 stored = stored[tiled]
             elif kind == "out_proj.weight":
                 stored = stored[:, tiled_rows]
-            is_matrix = weight.ndim == 2
-            data = gguf.quantize(stored.numpy(), matrix_type) if is_matrix else stored.numpy()
-            writer.add_tensor(gguf_name(name), data, raw_dtype=matrix_type if is_matrix else None)
+            stacked = {name: stored}
+            if name.endswith("gate_up_proj"):
+                gate, up = stored.chunk(2, dim=1)
+                stacked = {name.replace("gate_up_proj", "gate_proj.weight"): gate, name.replace("gate_up_proj", "up_proj.weight"): up}
+            elif name.endswith("experts.down_proj"):
+                stacked = {f"{name}.weight": stored}
+            for one, values in stacked.items():
+                data = gguf.quantize(values.contiguous().numpy(), matrix_type) if is_matrix else values.numpy()
+                writer.add_tensor(gguf_name(one), data, raw_dtype=matrix_type if is_matrix else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -201,5 +228,8 @@ class Plane:
 
 
 def load(directory: Path) -> Qwen3_5:
+    checkpoint = open_checkpoint(directory)
     with torch.inference_mode():
-        return Qwen3_5(open_checkpoint(directory), torch.float32, SIZES["max_position_embeddings"], lambda done: None)
+        model = MODELS[checkpoint.architecture](checkpoint, torch.float32, SIZES["max_position_embeddings"], lambda done: None)
+    assert isinstance(model, Qwen3_5)
+    return model

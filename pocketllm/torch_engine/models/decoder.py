@@ -94,8 +94,7 @@ class Decoder(ABC):
         head = self._take_head(checkpoint, weights, table)
         norm = weights.take("model.norm.weight", (spec.hidden_size,)).float() + spec.norm_offset
         factors = weights.take("rope_freqs.weight", (spec.head_dim // 2,)).float() if has_factors else None
-        names = frozenset(info.name for info in checkpoint.tensors)
-        stored = [take_layer(weights, spec, index, names) for index in range(spec.num_hidden_layers)]
+        stored = [take_layer(weights, spec, index) for index in range(spec.num_hidden_layers)]
         weights.finish()
         obstacle = _native_obstacle(spec, stored, head, dtype, native_threads)
         team = Team(native_threads) if obstacle is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
@@ -41,6 +41,7 @@ class Experts:
         count, top_k, intermediate_size: experts of a layer, of those a token's, and the width of each.
         normalize: the shares of a token's experts sum up to 1.
         layers: layers that have it; the others are dense.
+        layout: "separate" in the file is a tensor for each matrix, "fused" two a layer, gate and up in one, "stacked" three a layer.
     """
 
     count: int
@@ -48,6 +49,7 @@ class Experts:
     intermediate_size: int
     normalize: bool
     layers: frozenset[int]
+    layout: Literal["separate", "fused", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,8 @@ def read_scaling(checkpoint: Checkpoint, key: str = "rope_scaling") -> Mapping[s
     complete = dict(scaling)
     if complete.get("original_max_position_embeddings") is None and "original_max_position_embeddings" in needed:
         complete["original_max_position_embeddings"] = need(checkpoint, "max_position_embeddings")
-    for name in needed:
+    numbers = [name for name in possible if name not in ("truncate", "tensor") and complete.get(name) is not None]
+    for name in (*needed, *numbers):
         value = complete.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +25,7 @@ from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
 
-_GGUF_LAYER_NAMES = {
+GGUF_LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
@@ -51,19 +52,24 @@ _MULTIMODAL_PREFIX = "model.language_model."
 _SKIPPED = {"model.visual.": "vision tower", "mtp.": "multi-token prediction head"}
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a tensor that Hugging Face calls `name` in a checkpoint of text alone."""
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_GGUF_LAYER_NAMES[rest]}"
-
-
 class Qwen3_5:
     """The model on one device; arguments and errors are those of model.ModelClass.
 
+    Attributes:
+        gguf_layer_names: GGUF's names of a layer's tensors, by Hugging Face's.
+
     A vision tower and a multi-token prediction head are skipped, which the log says. The native kernels have no part of it.
     """
+
+    gguf_layer_names: ClassVar = GGUF_LAYER_NAMES
+
+    @classmethod
+    def gguf_name(cls, name: str) -> str:
+        """GGUF's name of a tensor that Hugging Face calls `name` in a checkpoint of text alone."""
+        if name in _GGUF_NAMES:
+            return _GGUF_NAMES[name]
+        _, _, layer, rest = name.split(".", 3)
+        return f"blk.{layer}.{cls.gguf_layer_names[rest]}"
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
@@ -72,8 +78,9 @@ class Qwen3_5:
         self.compute_dtype = dtype or default_dtype()
         self.native_kernels = "not made for layers of linear attention" if native_threads else "turned off"
         self._is_gguf = checkpoint.gguf is not None
+        self._vectors = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) == 1)
         self._activation_dtype = torch.bfloat16 if self.compute_dtype == torch.bfloat16 else torch.float32
-        self._weights = weights = Weights(checkpoint, gguf_name, _skipped(checkpoint, config.num_hidden_layers))
+        self._weights = weights = Weights(checkpoint, self.gguf_name, _skipped(checkpoint, config.num_hidden_layers))
         nested = any(tensor.name.startswith(_MULTIMODAL_PREFIX) for tensor in checkpoint.tensors)
         self._prefix = _MULTIMODAL_PREFIX if nested else "model."
         table = self._take("embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -122,6 +129,11 @@ class Qwen3_5:
 
     def _take(self, name: str, *shape: int) -> StoredTensor:
         return self._weights.take(self._prefix + name, shape)
+
+    def _is_vector(self, name: str) -> bool:
+        """Whether the file stores one dimension under `name`."""
+        full = self._prefix + name
+        return (self.gguf_name(full) if self._is_gguf else full) in self._vectors
 
     def _take_factor(self, name: str, size: int) -> torch.Tensor:
         """The factor [size] of a norm, 1 + the stored weight; GGUF stores the sum."""

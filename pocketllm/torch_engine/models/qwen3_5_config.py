@@ -9,11 +9,11 @@ from typing import Any
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
+from pocketllm.torch_engine.models.decoder_spec import Experts
 
 _KINDS = ("linear_attention", "full_attention")
 _COUNTS = (
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -25,6 +25,7 @@ _COUNTS = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+_EXPERT_COUNTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 # What the model computes. A key that is left out means this too.
 _ONLY: dict[str, Any] = {
     "rope_scaling": None,
@@ -43,9 +44,11 @@ class Qwen3_5Config:
     """What the model reads, under config.json's names where it has them.
 
     Args:
+        intermediate_size: of a layer's feed-forward, or of the expert that all tokens share.
         layer_types: a layer: "linear_attention" or "full_attention".
         rotary_dim: leading values of a head that are rotated.
         delta_net: sizes of a linear attention layer.
+        experts: of each layer's feed-forward, or None where it is dense.
     """
 
     hidden_size: int
@@ -61,6 +64,7 @@ class Qwen3_5Config:
     layer_types: tuple[str, ...]
     rotary_dim: int
     delta_net: DeltaNetSizes
+    experts: Experts | None
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3_5Config:
@@ -75,7 +79,9 @@ class Qwen3_5Config:
                     f"{checkpoint.path} has {key} = {found!r}, which is not supported for {checkpoint.architecture} yet (only {wanted!r}): use another model.",
                     param="model",
                 )
-        for key in _COUNTS:
+        has_experts = checkpoint.architecture.startswith("qwen3_5_moe")
+        size_key = "shared_expert_intermediate_size" if has_experts else "intermediate_size"
+        for key in (*_COUNTS, *(_EXPERT_COUNTS if has_experts else (size_key,))):
             if type(value := _required(checkpoint, config, key)) is not int or value < 1:
                 raise _bad(checkpoint, key, value, "a whole number above 0")
         for key in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
@@ -91,7 +97,7 @@ class Qwen3_5Config:
             raise _bad(checkpoint, "partial_rotary_factor", config["partial_rotary_factor"], f"an even part of head_dim = {config['head_dim']}")
         return cls(
             hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=config[size_key],
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=config["num_attention_heads"],
             num_key_value_heads=config["num_key_value_heads"],
@@ -110,6 +116,7 @@ class Qwen3_5Config:
                 conv_kernel=config["linear_conv_kernel_dim"],
                 tiled=checkpoint.gguf is not None,
             ),
+            experts=_experts(checkpoint, config) if has_experts else None,
         )
 
     @property
@@ -140,6 +147,20 @@ def _layer_types(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str
     if _KINDS[1] not in types:
         raise _bad(checkpoint, "layer_types", types, "a list with at least one full_attention")
     return tuple(types)
+
+
+def _experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Experts:
+    if config["num_experts_per_tok"] > config["num_experts"]:
+        raise _bad(checkpoint, "num_experts_per_tok", config["num_experts_per_tok"], f"at most num_experts = {config['num_experts']}")
+    is_fused = any(tensor.name.endswith(".mlp.experts.gate_up_proj") for tensor in checkpoint.tensors)
+    return Experts(
+        count=config["num_experts"],
+        top_k=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        normalize=True,
+        layers=frozenset(range(config["num_hidden_layers"])),
+        layout="stacked" if checkpoint.gguf is not None else "fused" if is_fused else "separate",
+    )
 
 
 def _required(checkpoint: Checkpoint, config: Mapping[str, Any], key: str) -> Any:

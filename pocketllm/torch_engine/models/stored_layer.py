@@ -57,8 +57,8 @@ class StoredLayer:
             yield from feed_forward.linears
 
 
-def take_layer(weights: Weights, spec: DecoderSpec, index: int, names: frozenset[str]) -> StoredLayer:
-    """Take layer `index` out of `weights`; `names` are those of the file's tensors.
+def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
+    """Take layer `index` out of `weights`.
 
     Raises:
         ConfigurationError: a tensor is missing or has another shape.
@@ -90,10 +90,10 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int, names: frozenset
     router: StoredTensor | None = None
     if spec.experts is not None and index in spec.experts.layers:
         router = take("mlp.gate.weight", spec.experts.count, hidden)
-        if f"{prefix}mlp.experts.gate_up_proj" in names:
-            feed_forwards = _fused_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
-        else:
+        if spec.experts.layout == "separate":
             feed_forwards = [feed_forward(f"mlp.experts.{place}", spec.experts.intermediate_size, False) for place in range(spec.experts.count)]
+        else:
+            feed_forwards = joined_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
     else:
         feed_forwards = [feed_forward("mlp", spec.intermediate_size, spec.mlp_bias)]
     return StoredLayer(
@@ -109,11 +109,16 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int, names: frozenset
     )
 
 
-def _fused_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
-    """Experts that the file keeps in two tensors a layer."""
-    gate_up = weights.take(f"{prefix}gate_up_proj", (experts.count, 2 * experts.intermediate_size, hidden))
-    down = weights.take(f"{prefix}down_proj", (experts.count, hidden, experts.intermediate_size))
-    return [StoredFeedForward(StoredMatrix([_part(gate_up, place)], []), StoredMatrix([_part(down, place)], [])) for place in range(experts.count)]
+def joined_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
+    """Experts that the file keeps in two or three tensors a layer."""
+    count, size = experts.count, experts.intermediate_size
+    if experts.layout == "fused":
+        gate_up = [weights.take(f"{prefix}gate_up_proj", (count, 2 * size, hidden))]
+        down = weights.take(f"{prefix}down_proj", (count, hidden, size))
+    else:
+        gate_up = [weights.take(f"{prefix}{name}.weight", (count, size, hidden)) for name in ("gate_proj", "up_proj")]
+        down = weights.take(f"{prefix}down_proj.weight", (count, hidden, size))
+    return [StoredFeedForward(StoredMatrix([_part(tensor, place) for tensor in gate_up], []), StoredMatrix([_part(down, place)], [])) for place in range(count)]
 
 
 def _part(tensor: StoredTensor, place: int) -> StoredTensor:
