@@ -247,6 +247,31 @@ def test_gguf(matrix_type: str, tmp_path: Path) -> None:
     assert_logits(plane, "a", oracle, prompt_of(37))
 
 
+def test_fp8(tmp_path: Path) -> None:
+    """Matrices in FP8 with a scale for each 128x128 block, beside those that such checkpoints keep as they are."""
+    oracle = write_tiny(tmp_path, hidden_size=160, linear_key_head_dim=32, linear_value_head_dim=32)
+    kept = ["lm_head", "model.embed_tokens", *(name for name, _ in oracle.named_modules() if name.endswith(("in_proj_a", "in_proj_b", "conv1d")))]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if weight.ndim != 2 or name.removesuffix(".weight") in kept:
+            continue
+        rows, columns = weight.shape
+        scales = torch.rand(-(-rows // 128), -(-columns // 128)).add(0.5).div(100).bfloat16()
+        spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        oracle.get_parameter(name).data = tensors[name].float() * spread
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    plane = Plane(load(tmp_path))
+    plane.add("a", prompt_of(37), ANSWER)
+    plane.run()
+    assert plane.answers["a"] == greedy(oracle, prompt_of(37), ANSWER)
+    assert_logits(plane, "a", oracle, prompt_of(37))
+
+
 @pytest.mark.parametrize("layout", ["separate", "fused", "F32", "Q8_0"])
 def test_experts(layout: str, tmp_path: Path) -> None:
     """Experts in a tensor for each matrix, as transformers saves them, in two tensors a layer, and in a GGUF's three."""
@@ -295,6 +320,24 @@ def test_what_it_does_not_compute_is_refused_by_name(
     with pytest.raises(kind, match=says) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts_per_tok": 7}, "has num_experts_per_tok = 7, which should be at most num_experts = 6"),
+        ({"num_experts": None}, "lacks the key num_experts"),
+        ({"shared_expert_intermediate_size": 0}, "has shared_expert_intermediate_size = 0, which should be a whole number above 0"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_tiny_moe(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    if "num_experts" in change:
+        config.pop("num_local_experts", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=says):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn.A_log", "model.norm.weight", "lm_head.weight"])
