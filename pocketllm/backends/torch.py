@@ -177,14 +177,15 @@ class TorchBackend(Backend):
                     param="kv_cache_memory",
                 )
             wanted = max(0, explicit - state_bytes) // block_bytes
-            remedy = "raise kv_cache_memory or lower max_model_len"
+            remedy = "raise kv_cache_memory, or lower max_model_len or max_batch_size" if state_bytes else "raise kv_cache_memory or lower max_model_len"
         else:
             wanted = min(wanted, max(0, psutil.virtual_memory().available // 4 - state_bytes) // block_bytes)
             remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
         if wanted < per_row:
+            beside = f" beside {state_bytes / 2**20:.0f} MiB of recurrent states" if state_bytes else ""
             needed, allowed = per_row * block_bytes / 2**20, wanted * block_bytes / 2**20
             raise ConfigurationError(
-                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used: {remedy}.",
+                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used{beside}: {remedy}.",
                 param="kv_cache_memory",
             )
         return wanted
