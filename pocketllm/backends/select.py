@@ -13,7 +13,9 @@ from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.fp8_config import quantization_obstacle
 
 # The keys of torch_engine/models/registry.py, which may not be imported here.
-TORCH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
+TORCH_ARCHITECTURES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text"}
+)
 TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
     from pocketllm.torch_engine.model_runner import ModelRunner
     from pocketllm.torch_engine.scheduler import Scheduler
+    from pocketllm.torch_engine.state_pool import StatePool
 
 BLOCK_SIZE = 16
+_SNAPSHOTS_A_ROW = 4
+_LEAST_SNAPSHOT_INTERVAL = 512  # tokens
+_UNCHUNKED_SNAPSHOT_INTERVAL = 8192  # tokens; each snapshot cuts a prompt that would be computed in one step
 _MAX_THREADS = 1024  # far more than help; OpenMP ends the process when the system refuses it a thread
 _OPTIONS = ("num_threads", "native_kernels")
 
@@ -77,8 +81,9 @@ class TorchBackend(Backend):
 
         from pocketllm.torch_engine.block_pool import BlockPool
         from pocketllm.torch_engine.layers.attention import KVCache
+        from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
         from pocketllm.torch_engine.model_runner import ModelRunner
-        from pocketllm.torch_engine.models.registry import MODELS
+        from pocketllm.torch_engine.models.registry import HYBRIDS, MODELS
         from pocketllm.torch_engine.scheduler import Scheduler
 
         args, config = self._args, self._checkpoint.config
@@ -86,7 +91,13 @@ class TorchBackend(Backend):
         dtype = _compute_dtype(args.dtype)
         kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
         num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
-        num_blocks = self._num_blocks(2 * num_layers * num_kv_heads * head_dim * kv_dtype.itemsize)
+        read = HYBRIDS.get(self._checkpoint.architecture)
+        hybrid = None if read is None else read(self._checkpoint)
+        states, state_bytes = None, 0
+        if hybrid is not None:
+            states, state_bytes = self._plan_states(hybrid.num_state_layers * hybrid.delta_net.state_shape.num_bytes)
+        num_kv_layers = num_layers if hybrid is None else hybrid.num_attention_layers
+        num_blocks = self._num_blocks(2 * num_kv_layers * num_kv_heads * head_dim * kv_dtype.itemsize, state_bytes)
 
         def on_layer(done: int) -> None:
             check_open()
@@ -95,7 +106,11 @@ class TorchBackend(Backend):
         with torch.inference_mode():
             build = MODELS[self._checkpoint.architecture]
             model = build(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
-            cache = KVCache(num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
+            sizes = (num_kv_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
+            if hybrid is None or states is None:
+                cache = KVCache(*sizes)
+            else:
+                cache = HybridCache(*sizes, StateCache(hybrid.num_state_layers, states.num_slots, hybrid.delta_net.state_shape))
         pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
         self._capabilities = replace(
             self._capabilities,
@@ -109,10 +124,21 @@ class TorchBackend(Backend):
                 "kv_cache_bytes": cache.num_bytes,
                 "kv_blocks": num_blocks,
                 "block_size": BLOCK_SIZE,
+                **({} if states is None else _state_details(states, state_bytes)),
                 "num_threads": self._num_threads,
             },
         )
-        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
+        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens, states), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
+
+    def _plan_states(self, slot_bytes: int) -> tuple[StatePool, int]:
+        """State slots and their bytes: one a row, and snapshots in at most a quarter of what that leaves of the cache's memory."""
+        from pocketllm.torch_engine.state_pool import StatePool
+
+        args, rows = self._args, self._args.max_batch_size
+        total = args.kv_cache_bytes or psutil.virtual_memory().available // 4
+        num_snapshots = max(0, min(_SNAPSHOTS_A_ROW * rows, (total - rows * slot_bytes) // 4 // slot_bytes)) if args.enable_prefix_caching else 0
+        interval = max(args.prefill_chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if args.prefill_chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
+        return StatePool(rows, num_snapshots, -(-interval // BLOCK_SIZE)), (rows + num_snapshots) * slot_bytes
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
@@ -138,8 +164,8 @@ class TorchBackend(Backend):
         if self._engine is not None:
             self._engine.close()
 
-    def _num_blocks(self, bytes_per_token: int) -> int:
-        """KV blocks that the options and the memory allow, at least one full context."""
+    def _num_blocks(self, bytes_per_token: int, state_bytes: int = 0) -> int:
+        """KV blocks that the options and the memory allow beside `state_bytes`, at least one full context."""
         block_bytes = bytes_per_token * BLOCK_SIZE
         per_row = -(-self._context_length // BLOCK_SIZE)
         wanted = per_row * self._args.max_batch_size
@@ -150,18 +176,27 @@ class TorchBackend(Backend):
                     f'"kv_cache_memory" = {self._args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that this machine has: lower it.',
                     param="kv_cache_memory",
                 )
-            wanted = explicit // block_bytes
-            remedy = "raise kv_cache_memory or lower max_model_len"
+            wanted = max(0, explicit - state_bytes) // block_bytes
+            remedy = "raise kv_cache_memory, or lower max_model_len or max_batch_size" if state_bytes else "raise kv_cache_memory or lower max_model_len"
         else:
-            wanted = min(wanted, psutil.virtual_memory().available // 4 // block_bytes)
+            wanted = min(wanted, max(0, psutil.virtual_memory().available // 4 - state_bytes) // block_bytes)
             remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
         if wanted < per_row:
+            beside = f" beside {state_bytes / 2**20:.0f} MiB of recurrent states" if state_bytes else ""
             needed, allowed = per_row * block_bytes / 2**20, wanted * block_bytes / 2**20
             raise ConfigurationError(
-                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used: {remedy}.",
+                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used{beside}: {remedy}.",
                 param="kv_cache_memory",
             )
         return wanted
+
+
+def _state_details(states: StatePool, num_bytes: int) -> dict[str, int]:
+    return {
+        "state_bytes": num_bytes,
+        "state_snapshots": states.num_slots - states.num_rows,
+        "snapshot_interval": states.interval_blocks * BLOCK_SIZE,
+    }
 
 
 def _plane_options(args: EngineArgs) -> tuple[int, bool]:

@@ -78,6 +78,11 @@ class Batch:
     mask_dtype: torch.dtype
 
     @cached_property
+    def state_slots(self) -> list[int]:
+        """Slot of the recurrent state of each of `rows`, in a hybrid model."""
+        return [scheduled.row.state_slot for scheduled in self.rows]
+
+    @cached_property
     def decode_blocks(self) -> torch.Tensor | slice:
         """Blocks of the decoding rows one after another, [num_decode * width] int64; or one row's run."""
         return _run_or_list(self.decode_tables[0].tolist()) if self.num_decode == 1 else self.decode_tables.flatten()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 ROOT = b""
 
@@ -26,6 +26,9 @@ class BlockPool:
         num_blocks: blocks in the KV cache.
         block_size: tokens a block.
         enable_prefix_caching: keep freed full blocks for reuse until the space is needed, least recently used first.
+
+    Attributes:
+        on_evict: told the prefix whose block is given away, where something else is kept for that prefix.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -37,6 +40,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.on_evict: Callable[[bytes], None] | None = None
 
     @property
     def num_available(self) -> int:
@@ -64,6 +68,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def digest_of(self, block: int) -> bytes:
+        """The prefix that ends with `block`, which `match_prefix` found."""
+        return self._hash_of[block]
+
     def share(self, blocks: Iterable[int]) -> None:
         """Take one reference on each of `blocks`, which `match_prefix` found."""
         for block in blocks:
@@ -80,7 +88,10 @@ class BlockPool:
                 block = self._free.popleft()
             else:
                 block, _ = self._evictable.popitem(last=False)
-                del self._block_of[self._hash_of.pop(block)]
+                digest = self._hash_of.pop(block)
+                del self._block_of[digest]
+                if self.on_evict is not None:
+                    self.on_evict(digest)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks

@@ -166,7 +166,7 @@ class Engine:
             while self._await_work():
                 step = self._scheduler.schedule()
                 if step:
-                    self._record(step, runner.execute(step, self._masks))
+                    self._record(step, runner.execute(step, self._masks, self._scheduler.take_copies()))
         except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
             logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)

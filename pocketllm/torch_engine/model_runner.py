@@ -12,11 +12,13 @@ from pocketllm.backends.base import TokenLogprobs
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import Masks, Words
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
+from pocketllm.torch_engine.state_pool import StateCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,16 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
 
     @torch.inference_mode()
-    def execute(self, step: Sequence[ScheduledRow], masks: Masks) -> dict[int, Draw | BaseException]:
-        """Compute one step. Masks are waited for only once the logits are there.
+    def execute(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:
+        """Compute one step, after `copies` between state slots. Masks are waited for only once the logits are there.
 
         Returns:
             By place in `step`: what each row that samples drew, or why it could not; the latter also for a row that computed values which
             are not finite without sampling.
         """
+        if copies:
+            assert isinstance(self.cache, HybridCache)
+            self.cache.states.run(copies)
         batch = build_batch(step, self.block_size, self.cache.dtype)
         # A native step has its own threads; OpenMP's, which spin for milliseconds after each operator, would take their cores.
         self._use_threads(1 if self.model.is_native(batch, self.cache) and not batch.prefills else self.num_threads)

@@ -2,6 +2,9 @@
 
 There are no phases. A row catches up `num_computed_tokens` to its length within a budget of prompt tokens a step; the step
 in which it catches up gives its next token. Preemption frees a row's blocks and recomputes them later.
+
+A row of a hybrid model also owns a state slot. Its prompt is cut where a snapshot of the state is to be taken, and it starts
+from cached blocks only as far as there is a snapshot.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Literal
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import ROOT, BlockPool, hash_block
+from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
 
 RowFinish = Literal["stop", "length"]
 
@@ -29,6 +33,9 @@ class Row:
         block_hashes: prefix digests of the row's full computed blocks.
         cached_tokens: prompt tokens found in the prefix cache when the row first started.
         is_complete: nothing may follow the token that the row has just drawn.
+        state_slot: where a running row of a hybrid model has its recurrent state, else -1.
+        snapshot: the newest that was taken of it while it runs.
+        snapshot_end: tokens up to the last whole block that lay before the row's last token when it started.
     """
 
     request: EngineRequest
@@ -38,6 +45,9 @@ class Row:
     block_hashes: list[bytes] = field(default_factory=list)
     cached_tokens: int | None = None
     is_complete: bool = False
+    state_slot: int = -1
+    snapshot: Snapshot | None = None
+    snapshot_end: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -80,10 +90,14 @@ class Scheduler:
         pool: KV blocks.
         max_batch_size: most running rows.
         prefill_chunk_tokens: most prompt tokens a step over all rows; 0 computes each prompt in one step.
+        states: state slots of a hybrid model, one for each of max_batch_size rows.
     """
 
-    def __init__(self, pool: BlockPool, max_batch_size: int, prefill_chunk_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, max_batch_size: int, prefill_chunk_tokens: int, states: StatePool | None = None) -> None:
         self.pool = pool
+        self.states = states
+        if states is not None:
+            pool.on_evict = states.drop
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.waiting: deque[Row] = deque()
@@ -117,7 +131,7 @@ class Scheduler:
             if row not in self.running:
                 continue  # preempted to make room for an older row
             wanted = row.num_pending_tokens
-            count = wanted if wanted == 1 else int(min(wanted, budget))
+            count = wanted if wanted == 1 else self._cut(row, int(min(wanted, budget)))
             if count == 0 or not self._make_room(row):
                 continue
             if wanted > 1:
@@ -128,10 +142,14 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_batch_size and budget > 0 and self._start(self.waiting[0]):
             row = self.waiting.popleft()
             self.running.append(row)
-            count = int(min(row.num_pending_tokens, budget))
+            count = self._cut(row, int(min(row.num_pending_tokens, budget)))
             budget -= count
             step.append(ScheduledRow(row, count))
         return step
+
+    def take_copies(self) -> Sequence[StateCopy]:
+        """Copies between state slots that must be carried out, in order, before the step that was just scheduled is computed."""
+        return () if self.states is None else self.states.take_copies()
 
     def update(self, step: Sequence[ScheduledRow], sampled: Sequence[int]) -> list[RowUpdate]:
         """Record that `step` was computed and that its sampling rows, in order, drew `sampled`. Finished rows leave."""
@@ -141,6 +159,8 @@ class Scheduler:
             row, samples = scheduled.row, scheduled.samples
             row.num_computed_tokens += scheduled.num_tokens
             self._extend_hashes(row)
+            if self.states is not None:
+                self._take_snapshot(self.states, row)
             if not samples:
                 continue
             token_id = next(ids)
@@ -153,7 +173,7 @@ class Scheduler:
         return updates
 
     def preempt(self, row: Row) -> None:
-        """Free a running row's blocks and put it first in the queue; what it computed is recomputed later."""
+        """Free a running row's blocks and slot and put it first in the queue; what it computed is recomputed later."""
         self.running.remove(row)
         self._release(row)
         row.num_computed_tokens = 0
@@ -167,7 +187,10 @@ class Scheduler:
         for row in self.running:
             assert row.num_computed_tokens < len(row.token_ids), "a running row has nothing to compute"
             assert self._blocks_for(row.num_computed_tokens) <= len(row.block_table), "computed tokens have no block"
+        if self.states is not None:
+            self.states.check_integrity((row.state_slot, row.snapshot) for row in self.running)
         for row in self.waiting:
+            assert row.state_slot < 0 and row.snapshot is None, "a waiting row holds a state slot"
             assert not row.block_table and row.num_computed_tokens == 0, "a waiting row holds KV"
 
     def rows(self) -> Iterable[Row]:
@@ -181,6 +204,9 @@ class Scheduler:
     def _start(self, row: Row) -> bool:
         """Blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there."""
         cached = self.pool.match_prefix(row.token_ids)
+        if self.states is not None:
+            while cached and not self.states.has(self.pool.digest_of(cached[-1])):
+                cached.pop()
         self.pool.share(cached)
         fresh = self.pool.allocate(self._blocks_for(len(row.token_ids)) - len(cached))
         if fresh is None:
@@ -189,6 +215,9 @@ class Scheduler:
         row.block_table = cached + fresh
         row.num_computed_tokens = len(cached) * self.pool.block_size
         self._extend_hashes(row)
+        if self.states is not None:
+            row.state_slot = self.states.start(row.block_hashes[-1] if cached else None)
+            row.snapshot_end = (len(row.token_ids) - 1) // self.pool.block_size * self.pool.block_size
         if row.cached_tokens is None:
             row.cached_tokens = row.num_computed_tokens
         return True
@@ -210,6 +239,25 @@ class Scheduler:
         self.pool.free(row.block_table)
         row.block_table = []
         row.block_hashes = []
+        if self.states is not None:
+            self.states.end(row.state_slot, row.snapshot)
+            row.state_slot, row.snapshot = -1, None
+
+    def _cut(self, row: Row, count: int) -> int:
+        """`count`, or fewer so that the row's next tokens end where a snapshot is to be kept."""
+        if self.states is None or not self.pool.enable_prefix_caching:
+            return count
+        start, interval = row.num_computed_tokens, self.states.interval_blocks * self.pool.block_size
+        ends = ((start // interval + 1) * interval, row.snapshot_end)
+        return min([count, *(end - start for end in ends if end > start)])
+
+    def _take_snapshot(self, states: StatePool, row: Row) -> None:
+        """Snapshot a row that is at the end of a block. One that decodes gives up the one before, so that it leaves a late one when it ends."""
+        position, size = row.num_computed_tokens, self.pool.block_size
+        if self.pool.enable_prefix_caching and position % size == 0:
+            is_mark = position % (states.interval_blocks * size) == 0
+            worth = Worth.LASTING if position == row.snapshot_end else Worth.INTERVAL if is_mark else Worth.PASSING
+            row.snapshot = states.save(row.state_slot, row.block_hashes[-1], row.snapshot, worth)
 
     def _extend_hashes(self, row: Row) -> None:
         size = self.pool.block_size

@@ -93,7 +93,7 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
         if spec.experts.layout == "separate":
             feed_forwards = [feed_forward(f"mlp.experts.{place}", spec.experts.intermediate_size, False) for place in range(spec.experts.count)]
         else:
-            feed_forwards = _joined_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
+            feed_forwards = joined_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
     else:
         feed_forwards = [feed_forward("mlp", spec.intermediate_size, spec.mlp_bias)]
     return StoredLayer(
@@ -109,7 +109,7 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
     )
 
 
-def _joined_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
+def joined_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
     """Experts that the file keeps in two or three tensors a layer."""
     count, size = experts.count, experts.intermediate_size
     if experts.layout == "fused":

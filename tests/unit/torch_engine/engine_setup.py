@@ -17,6 +17,7 @@ from pocketllm.torch_engine.engine import Engine
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import Draw, ModelRunner
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow, Scheduler
+from pocketllm.torch_engine.state_pool import StateCopy
 
 WAIT = 20.0
 
@@ -32,7 +33,8 @@ class GatedModel(FakeModel):
         self.entered = threading.Event()
         self.gate.set()
 
-    def execute(self, step: Sequence[ScheduledRow], masks: Masks) -> dict[int, Draw | BaseException]:
+    def execute(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> dict[int, Draw | BaseException]:
+        assert not copies
         self.entered.set()
         assert self.gate.wait(WAIT)
         return {place: self._result(step[place].row, token_id, masks) for place, token_id in self.compute(step).items()}

@@ -9,20 +9,26 @@ from typing import Any
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.scheduler import Row, Scheduler
+from pocketllm.torch_engine.state_pool import StatePool
 
 _KEYS = {"description", "options", "requests", "steps"}
 _REQUEST_KEYS = {"prompt_token_ids", "max_tokens", "eos_token_ids", "draws", "cached_tokens"}
 _STEP_KEYS = {"add", "cancel", "rows", "preempted", "finished", "blocks_used"}
+_OPTION_KEYS = {"num_blocks", "block_size", "max_batch_size", "prefill_chunk_tokens", "enable_prefix_caching"}
+_HYBRID_OPTION_KEYS = {"num_snapshots", "interval_blocks"}
+_HYBRID_STEP_KEYS = {"copies"}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
     """The trace in `path`. Raises ValueError where a key is missing or unknown: a misspelt expectation would never be checked."""
     trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     _check_keys(path, trace, _KEYS)
+    is_hybrid = bool(_HYBRID_OPTION_KEYS & trace["options"].keys())
+    _check_keys(path, trace["options"], _OPTION_KEYS | (_HYBRID_OPTION_KEYS if is_hybrid else set()))
     for request in trace["requests"].values():
         _check_keys(path, request, _REQUEST_KEYS)
     for step in trace["steps"]:
-        _check_keys(path, step, _STEP_KEYS)
+        _check_keys(path, step, _STEP_KEYS | (_HYBRID_STEP_KEYS if is_hybrid else set()))
     return trace
 
 
@@ -34,7 +40,10 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
     """
     options = dict(trace["options"])
     pool = BlockPool(options.pop("num_blocks"), options.pop("block_size"), enable_prefix_caching=options.pop("enable_prefix_caching"))
-    scheduler = Scheduler(pool, **options)
+    states = None
+    if "num_snapshots" in options:
+        states = StatePool(options["max_batch_size"], options.pop("num_snapshots"), options.pop("interval_blocks"))
+    scheduler = Scheduler(pool, **options, states=states)
     rows: dict[str, Row] = {}
     observed = []
     for step in trace["steps"]:
@@ -44,6 +53,7 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
             scheduler.remove(rows[name])
         running = list(scheduler.running)
         scheduled = scheduler.schedule()
+        copies = [[copy.source, copy.target] for copy in scheduler.take_copies()]
         scheduler.check_integrity()
         preempted = [_name(row) for row in reversed(running) if row in scheduler.waiting]
         counts = [[_name(one.row), one.num_tokens] for one in scheduled]
@@ -58,6 +68,7 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
                 "preempted": preempted,
                 "finished": [[_name(update.row), update.finish_reason] for update in updates if update.finish_reason is not None],
                 "blocks_used": pool.num_used,
+                **({} if states is None else {"copies": copies}),
             }
         )
     return observed, {name: row.cached_tokens for name, row in rows.items()}

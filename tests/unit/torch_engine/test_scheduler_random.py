@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.scheduler import Row, Scheduler
+from pocketllm.torch_engine.state_pool import StatePool
 
 MAX_PROMPT, MAX_TOKENS = 24, 12
 
@@ -35,7 +36,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arriving=arrivals(),
     block_size=st.integers(1, 5),
@@ -43,13 +44,18 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     slots=st.integers(1, 5),
     chunk=st.integers(0, 9),
     caching=st.booleans(),
+    snapshots=st.none() | st.integers(0, 6),
+    interval_blocks=st.integers(1, 4),
 )
 def test_every_row_ends_with_the_ids_that_it_has_alone(
-    arriving: list[Arrival], block_size: int, spare_blocks: int, slots: int, chunk: int, caching: bool
+    arriving: list[Arrival], block_size: int, spare_blocks: int, slots: int, chunk: int, caching: bool, snapshots: int | None, interval_blocks: int
 ) -> None:
+    """`snapshots` is None for a model of attention alone."""
     largest = max(-(-(len(one.request.prompt_token_ids) + one.request.max_tokens) // block_size) for one in arriving)
     pool = BlockPool(largest + spare_blocks, block_size, enable_prefix_caching=caching)
-    scheduler, model = Scheduler(pool, slots, chunk), FakeModel(pool.num_blocks, block_size)
+    states = None if snapshots is None else StatePool(slots, snapshots, interval_blocks)
+    scheduler = Scheduler(pool, slots, chunk, states)
+    model = FakeModel(pool.num_blocks, block_size, state_slots=0 if states is None else states.num_slots)
     rows: dict[str, Row] = {}
     reasons: dict[str, str] = {}
     answers: dict[str, list[int]] = {one.request.request_id: [] for one in arriving}
@@ -72,7 +78,7 @@ def test_every_row_ends_with_the_ids_that_it_has_alone(
         assert len({id(scheduled.row) for scheduled in step}) == len(step), "a row is scheduled twice"
         prompt_tokens = sum(scheduled.num_tokens for scheduled in step if scheduled.row.num_pending_tokens > 1)
         assert not chunk or prompt_tokens <= chunk, "more prompt tokens than the budget"
-        sampled = model.compute(step)
+        sampled = model.compute(step, scheduler.take_copies())
         for update in scheduler.update(step, [token_id for token_id in sampled.values() if token_id is not None]):
             name = update.row.request.request_id
             assert name not in reasons, "something follows a finish"
@@ -96,4 +102,4 @@ def test_every_row_ends_with_the_ids_that_it_has_alone(
             assert reasons[name] == ("stop" if is_eos else "length")
         cached = rows[name].cached_tokens
         assert cached is None or 0 <= cached < len(one.request.prompt_token_ids)
-        assert caching or not cached
+        assert (caching and snapshots != 0) or not cached

@@ -15,6 +15,7 @@ PATHS = sorted(TRACES.glob("*.json"))
 
 def test_there_are_traces() -> None:
     assert {path.stem for path in PATHS} >= {"single", "staggered_batch", "chunked_prefill", "preemption", "prefix_reuse", "cancel"}
+    assert {path.stem for path in PATHS} >= {"hybrid_snapshots", "hybrid_conversation", "hybrid_preemption", "hybrid_eviction", "hybrid_long_prompt"}
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -34,10 +35,10 @@ def test_a_wrong_expectation_is_noticed() -> None:
     assert observed != trace["steps"]
 
 
-@pytest.mark.parametrize("place", ["trace", "request", "step"])
+@pytest.mark.parametrize("place", ["trace", "options", "request", "step"])
 def test_an_unknown_key_is_refused(place: str, tmp_path: Path) -> None:
     trace: dict[str, Any] = json.loads((TRACES / "single.json").read_text(encoding="utf-8"))
-    {"trace": trace, "request": trace["requests"]["a"], "step": trace["steps"][0]}[place]["preemted"] = []
+    {"trace": trace, "options": trace["options"], "request": trace["requests"]["a"], "step": trace["steps"][0]}[place]["preemted"] = []
     path = tmp_path / "misspelt.json"
     path.write_text(json.dumps(trace), encoding="utf-8")
     with pytest.raises(ValueError, match=r"misspelt\.json: the keys \['preemted'\]"):

@@ -1,0 +1,235 @@
+"""Small random qwen3_5 models of transformers, on disk, and the torch plane's scheduler and runner on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+from pocketllm.backends.base import EngineRequest
+from pocketllm.checkpoint import open_checkpoint
+from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
+from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from pocketllm.torch_engine.models.registry import MODELS
+from pocketllm.torch_engine.scheduler import Row, Scheduler
+from pocketllm.torch_engine.state_pool import StatePool
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 151,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 512,
+    "full_attention_interval": 2,
+}
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+
+
+def fill(model: torch.nn.Module, seed: int = 11) -> None:
+    """Random weights, large enough that greedy answers wander."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("A_log"):
+                weight.copy_(noise.abs() / 2)
+            elif "norm" in name or name.endswith("dt_bias"):
+                weight.add_(noise / 4)
+            elif "embed_tokens" in name:
+                weight.copy_(noise * 2)
+            elif weight.ndim > 1:
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
+
+
+def write_tiny(directory: Path, **sizes: Any) -> Qwen3_5ForCausalLM:
+    """A text checkpoint in `directory`. Returns the same model in transformers."""
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SIZES, **sizes})).eval()
+    fill(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def write_tiny_moe(directory: Path, **sizes: Any) -> Qwen3_5MoeForCausalLM:
+    """A text checkpoint with experts in `directory`. Returns the same model in transformers."""
+    model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**SIZES, **EXPERTS, **sizes})).eval()
+    fill(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def write_tiny_gguf(path: Path, model: Any, matrix_type: gguf.GGMLQuantizationType) -> None:
+    """`model` as llama.cpp's converter writes it. Matrices are quantized to `matrix_type`, and rounded so in `model` too."""
+    config = model.config
+    has_experts = "moe" in config.model_type
+    architecture = "qwen35moe" if has_experts else "qwen35"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    if has_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim // 4)
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_uint32(f"{architecture}.full_attention_interval", SIZES["full_attention_interval"])
+    key_heads, value_heads, value_dim = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    tiled = torch.arange(value_heads).view(key_heads, -1).T.flatten()  # heads that share a key head stand apart
+    tiled_rows = (tiled[:, None] * value_dim + torch.arange(value_dim)).flatten()
+    keys = 2 * key_heads * config.linear_key_head_dim
+    qkv_rows = torch.cat([torch.arange(keys), keys + tiled_rows])
+    gguf_name = MODELS[config.model_type].gguf_name  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            is_matrix = weight.ndim >= 2 and "conv1d" not in name and "shared_expert_gate" not in name
+            if is_matrix:
+                rounded = gguf.dequantize(gguf.quantize(weight.numpy(), matrix_type), matrix_type)
+                weight.copy_(torch.from_numpy(rounded))
+            kind = name.split(".linear_attn.")[-1]
+            stored = weight.clone()
+            if "norm" in name and kind != "norm.weight":
+                stored = weight + 1
+            elif kind == "A_log":
+                stored = -weight.exp()
+            elif kind == "conv1d.weight":
+                stored = weight.squeeze(1)
+            if kind in ("in_proj_qkv.weight", "conv1d.weight"):
+                stored = stored[qkv_rows]
+            elif kind == "in_proj_z.weight":
+                stored = stored[tiled_rows]
+            elif kind in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+                stored = stored[tiled]
+            elif kind == "out_proj.weight":
+                stored = stored[:, tiled_rows]
+            stacked = {name: stored}
+            if name.endswith("gate_up_proj"):
+                gate, up = stored.chunk(2, dim=1)
+                stacked = {name.replace("gate_up_proj", "gate_proj.weight"): gate, name.replace("gate_up_proj", "up_proj.weight"): up}
+            elif name.endswith("experts.down_proj"):
+                stacked = {f"{name}.weight": stored}
+            for one, values in stacked.items():
+                data = gguf.quantize(values.contiguous().numpy(), matrix_type) if is_matrix else values.numpy()
+                writer.add_tensor(gguf_name(one), data, raw_dtype=matrix_type if is_matrix else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """transformers' own answer."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return answer[0, len(prompt) :].tolist()
+
+
+class Plane:
+    """Scheduler and runner, stepped by the test as the engine does.
+
+    Attributes:
+        answers: ids by request.
+        logits: by request, what each of its ids was drawn from.
+        computed: tokens that each request computed.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        *,
+        slots: int = 5,
+        chunk: int = 0,
+        snapshots: int = 64,
+        interval_blocks: int = 3,
+        caching: bool = True,
+    ) -> None:
+        config = model.config
+        self.states = StatePool(slots, snapshots, interval_blocks)
+        store = StateCache(config.num_state_layers, self.states.num_slots, config.delta_net.state_shape)
+        cache = HybridCache(config.num_attention_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, torch.float32, store)
+        self.runner = ModelRunner(model, cache, block_size, 1)
+        self.masks = Masks(config.vocab_size)
+        self.scheduler = Scheduler(BlockPool(num_blocks, block_size, enable_prefix_caching=caching), slots, chunk, self.states)
+        self.answers: dict[str, list[int]] = {}
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.computed: dict[str, int] = {}
+        self.rows: dict[str, Row] = {}
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self.rows[name] = self.scheduler.add(EngineRequest(name, tuple(prompt), max_tokens))
+        self.answers[name], self.logits[name], self.computed[name] = [], [], 0
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        model = self.runner.model
+        seen: list[torch.Tensor] = []
+        original = model.logits
+        model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        try:
+            results = self.runner.execute(step, self.masks, self.scheduler.take_copies())
+        finally:
+            del model.logits
+        sampling = sorted((one for one in step if one.samples), key=lambda one: one.num_tokens != 1)  # the batch's own order
+        for one, logits in zip(sampling, seen[0] if seen else [], strict=True):
+            self.logits[one.row.request.request_id].append(logits.clone())
+        for one in step:
+            self.computed[one.row.request.request_id] += one.num_tokens
+        draws = [results[place] for place, one in enumerate(step) if one.samples]
+        for update in self.scheduler.update(step, [draw.token_id for draw in draws if isinstance(draw, Draw)]):
+            self.answers[update.row.request.request_id].extend(update.token_ids)
+        self.scheduler.check_integrity()
+
+    def run(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+        assert self.scheduler.pool.num_used == 0
+
+    def ask(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """Answer and cached tokens of one request by itself."""
+        name = f"r{len(self.rows)}"
+        self.add(name, prompt, max_tokens)
+        self.run()
+        cached = self.rows[name].cached_tokens
+        assert cached is not None
+        if not self.scheduler.num_preemptions:
+            assert self.computed[name] == len(prompt) + len(self.answers[name]) - 1 - cached
+        return self.answers[name], cached
+
+
+def load(directory: Path) -> Qwen3_5:
+    checkpoint = open_checkpoint(directory)
+    with torch.inference_mode():
+        model = MODELS[checkpoint.architecture](checkpoint, torch.float32, SIZES["max_position_embeddings"], lambda done: None)
+    assert isinstance(model, Qwen3_5)
+    return model
