@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from pocketllm.text.schema_bounds import FAR, MAX_NUMBER, admits, check_constant, write_bounds, write_counts
 from pocketllm.text.schema_error import SchemaError, invalid, shown, step, too_large
@@ -19,6 +18,7 @@ from pocketllm.text.schema_keywords import BRANCHING, HARMLESS, REFUSED, is_anno
 from pocketllm.text.schema_names import PropertyNames
 from pocketllm.text.schema_overlap import Overlap, requiring
 from pocketllm.text.schema_pattern import PatternError, read_pattern
+from pocketllm.text.schema_pointer import NOWHERE, pointed_to
 from pocketllm.text.schema_spelling import plain_spelling
 from pocketllm.text.schema_tree import exceed_combinations, finite_definitions, in_place_order, is_finite, without_others
 
@@ -271,15 +271,9 @@ class _Rewriter:
                 f'"$ref": {shown(reference)} at {place} does not point into this schema, and nothing is fetched',
                 'Put the schema into "$defs" and refer to it as "#/$defs/name"',
             )
-        found = self._root
-        for part in reference.split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isascii() and part.isdigit() and len(part) < 7 and int(part) < len(found):
-                found = found[int(part)]
-            else:
-                invalid(place, f'"$ref": {shown(reference)} points to nothing', 'Refer to a schema in "$defs"')
+        found = pointed_to(self._root, reference)
+        if found is NOWHERE:
+            invalid(place, f'"$ref": {shown(reference)} points to nothing', 'Refer to a schema in "$defs"')
         return found
 
     def _pattern(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
