@@ -49,7 +49,7 @@ class ActiveRequest:
         self.request_id = request_id
         self._backend = backend
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected in the middle cancels, on whatever thread that is
         self._rows: dict[int, str] = {}  # those in the engine. Once a row has ended its id may be another's, which a cancel would hit
         self._is_submitting = True  # from the start, while the request is prepared
         self._is_cancelled = False
@@ -58,7 +58,7 @@ class ActiveRequest:
         """Queue every row; `put` is given their steps on the engine's thread. Raises what Backend.submit raises; rows queued before are cancelled.
 
         Raises:
-            RequestCancelledError: it was cancelled before.
+            RequestCancelledError: it was cancelled before, or meanwhile.
         """
         try:
             for index, row in enumerate(prepared.rows):
@@ -69,8 +69,10 @@ class ActiveRequest:
                 try:
                     self._backend.submit(row, partial(self._on_step, index, put))
                 except BaseException:
-                    self._rows.pop(index)
+                    self._rows.pop(index, None)
                     raise
+            if self._is_cancelled:  # while the last row was not yet the engine's to cancel
+                raise cancelled(self.request_id)
         except BaseException:
             self.cancel()
             raise

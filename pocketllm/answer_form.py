@@ -38,7 +38,7 @@ def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reason
     tools, wanted = request.tools, request.response_format
     if tools is not None and tools.is_forced:
         used = syntax or JSON_CALLS
-        return AnswerForm(used.grammar(tools.callable, parallel=tools.parallel), "tools", used)
+        return AnswerForm(used.grammar(tools.callable, parallel=tools.parallel, instead=_instead(request, syntax)), "tools", used)
     if wanted is not None and (tools is None or syntax is None):
         return AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
     if syntax is None or "messages" not in request.metadata:
@@ -51,9 +51,21 @@ def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reason
         return AnswerForm(syntax.grammar_without_calls(), "tool_choice")
     read = syntax if request.reports_calls else None
     if wanted is not None:
-        calls = syntax.grammar(tools.callable, parallel=tools.parallel).removeprefix("start: ")
+        calls = syntax.grammar(tools.callable, parallel=tools.parallel, instead=_instead(request, syntax)).removeprefix("start: ")
         answer = response_format_grammar(wanted, leading_newlines=reasons).removeprefix("start: ")
         return AnswerForm(f"start: in_calls | in_format\nin_calls: {calls}in_format: {answer}", "response_format", read)
     if not tools.parallel or any(tool["function"].get("strict") for tool in tools.definitions):
-        return AnswerForm(syntax.grammar(tools.callable, parallel=tools.parallel, optional=True), "tools", read)
+        return AnswerForm(syntax.grammar(tools.callable, parallel=tools.parallel, optional=True, instead=_instead(request, syntax)), "tools", read)
     return AnswerForm(syntax=read)
+
+
+def _instead(request: GenerationRequest, syntax: ToolSyntax | None) -> str:
+    """How the request would have to be for its calls not to be held to the schemas of its tools."""
+    tools = request.tools
+    assert tools is not None
+    changes = ['let the model choose with "tool_choice": "auto"'] if tools.is_forced else []
+    if syntax is not None:  # else only a forced call is held to anything
+        changes += ['leave "strict" out of the tools'] if any(tool["function"].get("strict") for tool in tools.definitions) else []
+        changes += ['leave "parallel_tool_calls" out'] if not tools.parallel else []
+        changes += ['leave "response_format" out'] if request.response_format is not None else []
+    return f"or {' and '.join(changes)}"

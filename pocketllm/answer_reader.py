@@ -122,8 +122,10 @@ class AnswerReader:
         return [TokenEvent(step.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls)]
 
     def _failure(self, step: StepOutput, answer: Answer) -> PocketLLMError | None:
+        if answer.is_stopped:  # and so complete, whatever became of its row since
+            return None
         if step.finish_reason == "cancelled":
-            return None if answer.is_stopped else cancelled(self.prepared.request_id)
+            return cancelled(self.prepared.request_id)
         if step.finish_reason != "error":
             return None
         if isinstance(step.error, PocketLLMError):

@@ -35,7 +35,12 @@ class AsyncLLM:
         self._opened: GenerationService | None = None
 
     async def __aenter__(self) -> Self:
-        self._opened = await asyncio.to_thread(GenerationService.open, self._args, self._progress)
+        opening = asyncio.ensure_future(asyncio.to_thread(GenerationService.open, self._args, self._progress))
+        try:
+            self._opened = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)  # the thread goes on loading, for nobody
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -84,7 +89,9 @@ class AsyncLLM:
     ) -> AsyncTokenStream:
         """As LLM.chat_stream, as an async iterator."""
         return self._service.stream_async(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
+            build_chat_request(
+                messages, SamplingParams() if sampling_params is None else sampling_params, request_id=request_id, features=self._service.features, **options
+            )
         )
 
     async def cancel(self, request_id: str) -> bool:
@@ -95,3 +102,8 @@ class AsyncLLM:
         """Stop the engine and free the model."""
         if self._opened is not None:
             await asyncio.to_thread(self._opened.close)
+
+
+def _close_opened(opening: asyncio.Future[GenerationService]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

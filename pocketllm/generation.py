@@ -7,6 +7,7 @@ StepOutputs on the engine's thread. Each stream owns a queue; detokenizing happe
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import threading
@@ -14,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
@@ -26,6 +26,7 @@ from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.hub import resolve_model
 from pocketllm.inbox import Inbox
 from pocketllm.protocol.features import features
+from pocketllm.protocol.messages import render_role_content
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
@@ -38,6 +39,8 @@ from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from pocketllm.text.tool_parsers import find_syntax
 from pocketllm.token_stream import AsyncTokenStream, TokenStream
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALL_TOKEN = "<tool_call>"  # one token where the model has learnt such calls
@@ -76,9 +79,10 @@ class GenerationService:
         self._reasoning = find_markers(tokenizer)
         self._syntax = find_syntax(None if chat_template is None else chat_template.source, model_type)
         self._grammars = GrammarCompiler(tokenizer, backend.capabilities.vocab_size)
+        self._has_warned_of_tools = False
         self._lock = threading.Lock()
         self._active: dict[str, ActiveRequest] = {}  # guarded by _lock
-        self._inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
+        self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
 
     @classmethod
     def open(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> GenerationService:
@@ -140,9 +144,11 @@ class GenerationService:
     def inbox(self) -> Inbox:
         """The way from the engine's thread to the running event loop."""
         loop = asyncio.get_running_loop()
-        if loop not in self._inboxes:
-            self._inboxes[loop] = Inbox(loop)
-        return self._inboxes[loop]
+        inbox = self._inboxes.get(loop)
+        if inbox is None:
+            inbox = Inbox(loop)
+            self._inboxes = {**{other: its for other, its in self._inboxes.items() if not other.is_closed()}, loop: inbox}
+        return inbox
 
     def prepare(self, requests: Sequence[GenerationRequest]) -> Prepared:
         """Prompt ids, resolved sampling, budgets and constraints of the rows of one HTTP or library request.
@@ -171,7 +177,7 @@ class GenerationService:
             rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
-        if form.grammar is None and form.syntax is not None and reading.reasoning is not None:
+        if form.grammar is None and self._syntax is not None and reading.reasoning is not None:
             reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
         return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
 
@@ -221,12 +227,14 @@ class GenerationService:
         )
 
     def _prompt_ids(self, request: GenerationRequest) -> tuple[int, ...]:
-        prompt = request.prompt
+        prompt, variables = request.prompt, self._template_variables(request)
         if not isinstance(prompt, str):
             ids = tuple(prompt)
-        elif "messages" in request.metadata and self.chat_template is not None:
-            text = self.chat_template.render(**self._template_variables(request, self.chat_template))
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        elif variables and self.chat_template is not None:
+            ids = tuple(self.tokenizer.encode(self.chat_template.render(**variables), add_special_tokens=False))
+        elif variables:
+            text = render_role_content(variables["messages"], add_generation_prompt=variables["add_generation_prompt"])
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=True))
         else:
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
         if not ids:
@@ -241,9 +249,15 @@ class GenerationService:
                 )
         return ids
 
-    def _template_variables(self, request: GenerationRequest, template: PromptFormat) -> Mapping[str, Any]:
-        """What the template is given. One that ignores tools has those that must be called described in its system turn."""
-        if request.tools is None or not request.tools.is_forced or template.renders_tools:
+    def _template_variables(self, request: GenerationRequest) -> Mapping[str, Any]:
+        """What the template is given. One that ignores tools, or none at all, has those that must be called described in the system turn."""
+        template = self.chat_template
+        if request.tools is None or (template is not None and template.renders_tools):
+            return request.metadata
+        if not request.tools.is_forced:
+            if not self._has_warned_of_tools:
+                self._has_warned_of_tools = True
+                logger.warning("This model's chat template has no place for tools: unless a call is forced, the model does not know of them.")
             return request.metadata
         return {**request.metadata, "messages": with_described_tools(request.metadata["messages"], request.tools.callable)}
 
@@ -317,4 +331,4 @@ def _is_list(value: object) -> bool:
 
 
 def _no_prompt(value: object) -> ConfigurationError:
-    return ConfigurationError(f'"prompt" holds {value!r}: send a string, a list of token ids, or a list of either.', param="prompt")
+    return ConfigurationError(f'"prompt" holds {summary(value)}: send a string, a list of token ids, or a list of either.', param="prompt")

@@ -13,6 +13,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.outputs import GenerationOutput
 from pocketllm.protocol.chat import build_chat_request
+from pocketllm.protocol.fields import check_fields
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.protocol.sampling import check_sampling
 from pocketllm.sampling_params import SamplingParams
@@ -84,7 +85,9 @@ class LLM:
     ) -> TokenStream:
         """Answer one conversation, event by event. Closing the stream cancels the request. Arguments and errors are those of `chat`."""
         return self._service.stream(
-            build_chat_request(messages, sampling_params or SamplingParams(), request_id=request_id, features=self._service.features, **options)
+            build_chat_request(
+                messages, SamplingParams() if sampling_params is None else sampling_params, request_id=request_id, features=self._service.features, **options
+            )
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -120,6 +123,7 @@ def build_requests(
         )
     for one in params:
         check_sampling(one, "completions", features)
+    check_fields({"request_id": request_id}, "chat")  # the one endpoint that has it
     base = request_id or new_request_id("cmpl")
     ids = [base] if len(items) == 1 else [f"{base}-{index}" for index in range(len(items))]
     return [GenerationRequest(prompt, one, id_) for prompt, one, id_ in zip(items, params, ids, strict=True)]

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pocketllm.backends.base import MAX_LOGPROBS
-from pocketllm.errors import ConfigurationError
-
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_TEMPERATURE = 2  # OpenAI's; beyond, hardly more than noise comes
@@ -56,42 +53,14 @@ class SamplingParams(metaclass=_Keywords):
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"a number from 0 (greedy) to {MAX_TEMPERATURE}")
-        _check_float("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
-        if self.top_p == 0:
-            raise _out_of_range("top_p", self.top_p, "a number above 0 and at most 1")
-        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
-        _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.n is None:  # as an absent field, like every other one
-            object.__setattr__(self, "n", 1)
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if stop is not None and not (isinstance(stop, Sequence) and all(isinstance(one, str) for one in stop)):
-            raise _out_of_range("stop", self.stop, "a string, or a list of strings")
+        from pocketllm.protocol.sampling import check_values, whole_values  # here, since the table reads this module's limits
+
+        check_values(self)
+        for name, value in whole_values(self).items():  # 2.0 is a whole number, and no number of choices is one choice
+            object.__setattr__(self, name, value)
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:
         """The strings that end an answer; empty ones, which match nothing, are left out."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         return tuple(one for one in stop if one)
-
-
-def _out_of_range(name: str, value: object, wanted: str) -> ConfigurationError:
-    return ConfigurationError(f'"{name}" = {value!r} is not valid: send {wanted}, or leave it out.', param=name)
-
-
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    if value is None:
-        return
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise _out_of_range(name, value, wanted)
-
-
-def _check_float(name: str, value: object, low: float, high: float, wanted: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # an int may be too large for a float
-        raise _out_of_range(name, value, wanted)

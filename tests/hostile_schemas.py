@@ -1,5 +1,8 @@
 """Gives each hostile schema to the grammar compiler and prints, one JSON line a schema, what came of it and what it cost.
 
+    python tests/hostile_schemas.py response_format|forced|strict
+
+"forced" gives it as the parameters of a function in JSON's call form, "strict" as one parameter in that of Qwen, where calls are the model's choice.
 A program of its own: what it tries to bring down is the process that runs it.
 """
 
@@ -18,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pocketllm.errors import PocketLLMError
 from pocketllm.text.grammar import GrammarCompiler, response_format_grammar
+from pocketllm.text.tool_parsers import JSON_CALLS
+from pocketllm.text.tool_parsers.qwen_xml import QwenXml
 from tests.conformance.json_schemas import response_format
 from tests.grammar_sampling import EOS, byte_tokenizer, sample
 
@@ -124,25 +129,44 @@ def megabytes() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
-def main() -> None:
+def grammar_of(way: str, schema: Any) -> tuple[str, str]:
+    """A grammar, and the field that asks for it."""
+    if way == "response_format":
+        return response_format_grammar(response_format(schema)), way
+    if way == "forced":
+        if not {"type", "properties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys() or schema.get("type", "object") != "object":
+            schema = parameter(schema)
+        return JSON_CALLS.grammar([{"type": "function", "function": {"name": "f", "parameters": schema}}], parallel=True), "tools"
+    function = {"name": "f", "parameters": parameter(schema), "strict": True}
+    return QwenXml().grammar([{"type": "function", "function": function}], parallel=True, optional=True), "tools"
+
+
+def parameter(schema: Any) -> dict[str, Any]:
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    return {"type": "object", "properties": {"x": {key: value for key, value in schema.items() if key != "$defs"}}, "required": ["x"], **definitions}
+
+
+def main(way: str) -> None:
     tokenizer = byte_tokenizer()
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     compiler.prepare()
     clock = Clock()
     for name, (expected, build) in HOSTILE.items():
         schema = build()
-        before, start, status, slowest = megabytes(), time.perf_counter(), 200, 0.0
+        before, start, status, slowest, message = megabytes(), time.perf_counter(), 200, 0.0, ""
         clock.gap = 0.0
         seconds = 0.0
         try:
-            constraint = compiler.constraint(response_format_grammar(response_format(schema)), frozenset({EOS}), param="response_format")
+            grammar, param = grammar_of(way, schema)
+            constraint = compiler.constraint(grammar, frozenset({EOS}), param=param)
             seconds = time.perf_counter() - start
             slowest = _slowest_mask(constraint, tokenizer)
         except PocketLLMError as error:
             status = error.status_code
+            message = error.message
         seconds = seconds or time.perf_counter() - start
         result = {"name": name, "expected": expected, "status": status, "seconds": seconds, "megabytes": megabytes() - before, "gap": clock.gap}
-        print(json.dumps({**result, "slowest_mask": slowest}), flush=True)
+        print(json.dumps({**result, "slowest_mask": slowest, "message": message}), flush=True)
 
 
 def _slowest_mask(constraint: Any, tokenizer: Any) -> float:
@@ -161,4 +185,4 @@ def _slowest_mask(constraint: Any, tokenizer: Any) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -144,8 +144,8 @@ class Conversation:
             except KeyboardInterrupt:
                 usage = None
             except PocketLLMError:
-                if parts:
-                    print(flush=True)  # so that the error has a line of its own
+                if parts or thoughts:  # so that the error has a line of its own
+                    print(file=sys.stdout if parts else sys.stderr, flush=True)
                 raise
         print(flush=True)
         turn = {"role": "assistant", "content": "".join(parts)}

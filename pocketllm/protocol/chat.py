@@ -9,7 +9,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.protocol.conditions import is_list, whole_number
 from pocketllm.protocol.fields import check_fields
 from pocketllm.protocol.messages import normalize_messages, render_role_content
-from pocketllm.protocol.refusals import checked_text, missing
+from pocketllm.protocol.refusals import checked_text, missing, summary
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.protocol.sampling import BUDGET_FIELDS, SAMPLING_FIELDS, sampling_fields, sampling_from
 from pocketllm.protocol.tools import template_tools, tool_use
@@ -38,6 +38,8 @@ def build_chat_request(
     Raises:
         ConfigurationError, UnsupportedFeatureError: a message or a field is not valid; `param` names it.
     """
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigurationError(f'"sampling_params" = {summary(sampling)} is not valid: send a SamplingParams.', param="sampling_params")
     for name in (*BUDGET_FIELDS, *SAMPLING_FIELDS):
         if options.get(name) is not None:
             raise ConfigurationError(f'"{name}" is given beside SamplingParams, which has a field for it: put it there alone.', param=name)

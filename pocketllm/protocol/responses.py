@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ from pocketllm.outputs import Alternative, ChoiceOutput, GenerationOutput, Token
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of event streams skip
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -43,7 +45,24 @@ def model_body(name: str, created: int, context_length: int) -> dict[str, Any]:
 
 def dump(body: Mapping[str, Any]) -> bytes:
     """Compact UTF-8 JSON. Half a surrogate pair, which UTF-8 can't hold, becomes its JSON escape."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return _encode(body).encode("utf-8", "backslashreplace")
+
+
+def dump_in_pieces(body: Mapping[str, Any]) -> bytes:
+    """As `dump`, for a large body on a thread of its own: the encoder lets no other thread run until it has finished, so it is given small parts."""
+    return "".join(_pieces(body, 5)).encode("utf-8", "backslashreplace")
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if not depth or not value or not isinstance(value, (dict, list)):
+        yield _encode(value)
+        return
+    mark = "{" if isinstance(value, dict) else "["
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield f"{mark}{_encode(key)}:" if isinstance(value, dict) else mark
+        yield from _pieces(item, depth - 1)
+        mark = ","
+    yield "}" if isinstance(value, dict) else "]"
 
 
 def sse(body: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,19 +19,11 @@ _SPELLED = {"max_completion_tokens": "Use max_tokens", "top_logprobs": "Use logp
 def sampling_from(body: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams:
     """SamplingParams of a body that `check_fields` passed; null and absent fields are left to their defaults."""
     budget = next((body[name] for name in BUDGET_FIELDS if body.get(name) is not None), None)
-    logprobs = whole_number(body.get("logprobs"))
-    if endpoint == "chat" and body.get("logprobs"):
-        logprobs = whole_number(body.get("top_logprobs")) or 0
-    return SamplingParams(
-        max_tokens=whole_number(budget),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
-        top_k=whole_number(body.get("top_k")),
-        seed=whole_number(body.get("seed")),
-        n=whole_number(body.get("n")) or 1,
-        stop=body.get("stop"),
-        logprobs=logprobs,
-    )
+    logprobs = body.get("logprobs")
+    if endpoint == "chat":
+        logprobs = (body.get("top_logprobs") or 0) if logprobs else None
+    rest: dict[str, Any] = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop")}
+    return SamplingParams(max_tokens=budget, logprobs=logprobs, **rest)
 
 
 def sampling_fields(sampling: SamplingParams, endpoint: Endpoint) -> dict[str, Any]:
@@ -39,6 +32,21 @@ def sampling_fields(sampling: SamplingParams, endpoint: Endpoint) -> dict[str, A
     if endpoint == "chat" and sampling.logprobs is not None:
         found |= {"logprobs": True, "top_logprobs": sampling.logprobs}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def check_values(sampling: SamplingParams) -> None:
+    """Refuse, in the words of the table, a value that no request may have.
+
+    Raises:
+        ConfigurationError: `param` names the field.
+    """
+    check_fields({field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}, "completions")
+
+
+def whole_values(sampling: SamplingParams) -> dict[str, int | None]:
+    """Those of the fields that are whole numbers, as such."""
+    found = {name: whole_number(getattr(sampling, name)) for name in ("max_tokens", "top_k", "seed", "n", "logprobs")}
+    return {**found, "n": found["n"] or 1}
 
 
 def check_sampling(sampling: SamplingParams, endpoint: Endpoint, features: frozenset[str]) -> None:

@@ -13,6 +13,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.protocol.refusals import summary
 
 MAX_DEPTH = 64
+_DRAINED_BYTES = 2**24  # beyond the limit: a client that is still sending would see a broken connection in place of the answer
 
 
 class BodyTooLargeError(ConfigurationError):
@@ -28,8 +29,8 @@ class BodyTimeoutError(ConfigurationError):
     error_type = "timeout_error"
 
 
-async def read_json(request: Request, limit: int, deadline: float | None = None) -> dict[str, Any]:
-    """The JSON object that `request` carries.
+async def read_body(request: Request, limit: int, deadline: float | None = None) -> bytes:
+    """The body of `request`.
 
     Args:
         request: its body has not been read.
@@ -38,14 +39,21 @@ async def read_json(request: Request, limit: int, deadline: float | None = None)
 
     Raises:
         BodyTimeoutError: it was not.
-        BodyTooLargeError: the body is longer; the rest is not read.
-        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a key twice.
+        BodyTooLargeError: the body is longer; some of the rest is read and thrown away.
     """
     try:
         async with asyncio.timeout_at(deadline):
-            raw = await _read(request, limit)
+            return await _read(request, limit)
     except TimeoutError:
         raise BodyTimeoutError("The request's body did not arrive in time. Send all of it at once.") from None
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a body holds. Takes time in proportion to its length, whatever it holds.
+
+    Raises:
+        ConfigurationError: it is not UTF-8, not JSON, no object, nested too deep, or has a key twice.
+    """
     try:
         body = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -66,22 +74,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of `pairs`, unless a key comes twice."""
     body = dict(pairs)
     if len(body) != len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ConfigurationError(f"{summary(name)} is sent twice, and only one of its values could be acted on. Send it once.", param=name)
     return body
 
 
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
-        raise _too_large(limit)
+    is_too_large = declared.isdecimal() and (len(declared) > 18 or int(declared) > limit)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
+        is_too_large = is_too_large or size > limit
+        if not is_too_large:
+            parts.append(part)
+        elif size > limit + _DRAINED_BYTES:
+            break
+    if is_too_large:
+        raise _too_large(limit)
     return b"".join(parts)
 
 

@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def completions(request: Request) -> Response:
-    """Complete one prompt, whole or as a stream."""
+    """Complete each prompt, whole or as a stream."""
     return await generate(request, "completions", _build)
 
 

@@ -17,14 +17,15 @@ from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledErr
 from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, error_of, sse
-from pocketllm.server.body import read_json
+from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, dump_in_pieces, error_of, sse
+from pocketllm.server.body import parse_json, read_body
 from pocketllm.server.metrics import Outcome, RequestClock
 from pocketllm.server.sse import ClientDisconnected, EventStream, Write, unless_disconnected
 from pocketllm.server.state import ServerState
 
 logger = logging.getLogger("pocketllm.server")
 
+_INLINE_BYTES = 2**16  # a body of more may take longer to understand, up to seconds, than streams should stand still
 _UNREAD_SECONDS = 5  # past the deadline, for the error event to reach a client that reads
 
 Build = Callable[[dict[str, Any], ServerState], Sequence[GenerationRequest]]
@@ -47,9 +48,14 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
     try:
         features = state.features
         deadline = asyncio.get_running_loop().time() + state.args.request_timeout if state.args.request_timeout else None
-        body = await read_json(http, state.args.max_body_bytes, deadline)
-        check_fields(body, endpoint, features)
-        requests = build(body, state)
+        raw = await read_body(http, state.args.max_body_bytes, deadline)
+
+        def understand() -> tuple[dict[str, Any], Sequence[GenerationRequest]]:
+            body = parse_json(raw)
+            check_fields(body, endpoint, features)
+            return body, build(body, state)
+
+        body, requests = understand() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(understand)
         request_id = requests[0].request_id
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
         answer = _BODIES[endpoint](request_id, state.model_name, int(time.time()), include_usage=include_usage, features=features)
@@ -90,14 +96,18 @@ class _Exchange:
             async with asyncio.timeout_at(self._deadline):
                 output = await unless_disconnected(receive, self._collect())
         except TimeoutError:
-            finished = self._tokens.finished()
+            finished = await self._tokens.finished()
             if finished is None:
                 raise self._timeout() from None
             output = finished
         finally:
             await self._release()
         self._clock.end(output.finish_reason)
-        return Response(dump(self._answer.whole(output)), media_type="application/json", headers=self._headers)
+        if output.logprobs is None:
+            content = dump(self._answer.whole(output))
+        else:  # may be megabytes
+            content = await asyncio.to_thread(lambda: dump_in_pieces(self._answer.whole(output)))
+        return Response(content, media_type="application/json", headers=self._headers)
 
     async def stream(self) -> Response:
         """A response that streams the answer. Raises what preparing and submitting raise."""
@@ -114,8 +124,14 @@ class _Exchange:
         return EventStream(self._write, self._headers, self._close_stream, unread)
 
     async def _collect(self) -> GenerationOutput:
-        async for event in self._tokens:
-            self._clock.event(event)
+        await self._tokens.start()
+        while not self._tokens.is_done:
+            try:
+                events = await self._tokens.next_events()
+            except PocketLLMError:
+                break  # `result` raises it, unless other choices have finished
+            for event in events:
+                self._clock.event(event)
         return await self._tokens.result()
 
     async def _write(self, write: Write) -> None:
@@ -150,13 +166,14 @@ class _Exchange:
             events = await self._tokens.next_events(until if until < math.inf else None)
             chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
             now = time_of()
-            if now >= deadline and not self._tokens.is_done:
-                raise self._timeout()
-            if not chunk and now >= silence:
+            is_late = now >= deadline and not self._tokens.is_done
+            if not chunk and now >= silence and not is_late:
                 chunk = KEEP_ALIVE
             if chunk:
                 await write(chunk)
                 silence = now + patience
+            if is_late:
+                raise self._timeout()
 
     def _chunk(self, event: TokenEvent) -> bytes:
         self._clock.event(event)

@@ -87,7 +87,7 @@ class Answer:
             text += more
             reasoning += thought
             if self._reading.has_logprobs:
-                in_answer = not (was_reasoning or self._is_reasoning)
+                in_answer = not self._is_reasoning and (not was_reasoning or token_id == self._reading.call_id)
                 self._ranked.append(_Ranked(token_id, logprobs[index], begins if in_answer else -1, self._num_characters))
         return Piece(text, reasoning)
 
@@ -175,7 +175,7 @@ class _Ranked:
 
     def entry(self, tokenizer: Tokenizer, end: int | None) -> TokenLogprob:
         token, spelled = _spelling(tokenizer, self.token_id)
-        if end is not None and self.begins >= 0 and end < self.ends:
+        if end is not None and self.begins >= 0 and end <= self.ends:  # at its end too, where it may hold the first bytes of one character more
             spelled = _first_characters(spelled, end - self.begins)
             token = spelled.decode("utf-8", "replace")
         return TokenLogprob(token, spelled, self.logprobs.logprob, self.token_id, tuple(_alternative(tokenizer, *one) for one in self.logprobs.top))

@@ -18,6 +18,7 @@ import numpy as np
 from pocketllm.backends.base import TokenConstraint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.protocol.response_format import answer_schema
+from pocketllm.text.schema_pattern import byte_vocabulary
 from pocketllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 # Between the parts of a JSON text a model may write nothing, a space, or a line break with an indent, so that both the compact and
 # the indented style are open to it, and it can't write white space for ever.
-WHITESPACE = r" |\n {0,24}"
+ANY_STYLE = {"whitespace_pattern": r" |\n {0,24}"}
+# No white space is the model's to choose: small models, which get lost in it, write calls so.
+ONE_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _CACHED_GRAMMARS = 64
 _LIMITS = {
@@ -44,11 +47,11 @@ def response_format_grammar(response_format: Mapping[str, Any], *, leading_newli
     """The grammar of an answer in `response_format`, whose type is "json_object" or "json_schema".
 
     Args:
-        response_format: as the request has it.
+        response_format: one that `check_fields` passed.
         leading_newlines: whether up to two line breaks may come first, as reasoning models write after their reasoning.
 
     Raises:
-        ConfigurationError, UnsupportedFeatureError: as `check_response_format` does.
+        ConfigurationError, UnsupportedFeatureError: as `answer_schema` does.
     """
     schema = answer_schema(response_format)
     if schema is None:
@@ -57,9 +60,14 @@ def response_format_grammar(response_format: Mapping[str, Any], *, leading_newli
     return f"start: {lead}answer\nanswer: {json_rule(schema)}\n" + ("lines: /\\n{1,2}/\n" if leading_newlines else "")
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The body of a Lark rule for the JSON texts of `schema`, which `enforceable_schema` has written."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = ANY_STYLE) -> str:
+    """The body of a Lark rule for the JSON texts of `schema`, which `enforceable_schema` has written.
+
+    Args:
+        schema: the whole document.
+        style: of the texts, ANY_STYLE or ONE_STYLE.
+    """
+    return "%json " + json.dumps({**schema, "x-guidance": style})
 
 
 class GrammarCompiler:
@@ -258,26 +266,41 @@ def _bit(id_: int) -> tuple[int, np.uint32]:
 
 
 _TOO_MUCH = re.compile(r"too (many|large|complex|big|deep)|limit|fuel|exceed|max(imum)? ", re.IGNORECASE)
+# What llguidance's errors mean, where they show its own regexes or name no keyword.
+_REASONS = {
+    "Unable to determine if regex is empty": 'a "pattern" with its lengths is too large',
+    "Regex is empty": '"pattern", "format" and the lengths leave no string',
+    "NoExtensionBias": '"pattern", "format" and the lengths leave no string',
+    "circular references": 'a "$ref" that recurs has other keywords beside it',
+    "patternProperty": 'the patterns of "patternProperties" may match the same name',
+    "Properties only supported": '"minProperties" or "maxProperties" meets optional properties',
+}
+
+
+def grammar_fault(grammar: str) -> str:
+    """Why no row can be held to a grammar, with whatever vocabulary, in words for the second half of a sentence; or nothing."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(byte_vocabulary(), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))  # type: ignore[arg-type]
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # that no text begins shows here
+    return _reason(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _reason(error: str) -> str:
+    reason = _first_line(error)
+    if unsatisfiable := re.fullmatch(r"Unsatisfiable schema: (.+) is unsatisfiable", reason):
+        return f"no value for a {unsatisfiable[1]}"
+    return next((words for sign, words in _REASONS.items() if sign in reason), reason)
 
 
 def _compile_error(error: str, param: str) -> ConfigurationError | UnsupportedFeatureError:
-    reason = _first_line(error)
-    reason = next((words for sign, words in _REASONS.items() if sign in reason), reason)
+    reason = _reason(error)
     if _TOO_MUCH.search(reason):
         return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
     if "nsatisfiable" in error:
         return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a schema that some value satisfies.', param=param)
     return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({reason}): send a simpler schema.', param=param)
-
-
-# What llguidance's errors mean, where they show its own regexes or name no keyword.
-_REASONS = {
-    "Unable to determine if regex is empty": 'a "pattern" with its lengths is too large',
-    "Regex is empty": '"pattern", "format" and the lengths leave no string',
-    "circular references": 'a "$ref" that recurs has other keywords beside it',
-    "patternProperty": 'the patterns of "patternProperties" may match the same name',
-    "Properties only supported": '"minProperties" or "maxProperties" meets optional properties',
-}
 
 
 def _step_error(error: str, param: str) -> ConfigurationError:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pocketllm.text.schema_bounds import MAX_NUMBER, check_constant, write_bounds, write_counts
+from pocketllm.text.schema_bounds import FAR, MAX_NUMBER, admits, check_constant, write_bounds, write_counts
 from pocketllm.text.schema_error import SchemaError, invalid, shown, too_large
 from pocketllm.text.schema_format import FORMATS, NUMBER_FORMATS
+from pocketllm.text.schema_keywords import HARMLESS, REFUSED, is_annotation
+from pocketllm.text.schema_names import PropertyNames
 from pocketllm.text.schema_overlap import Overlap
 from pocketllm.text.schema_pattern import PatternError, read_pattern
 from pocketllm.text.schema_tree import exceed_combinations, finite_definitions, in_place_order, is_finite, without_others
@@ -28,74 +30,65 @@ MAX_TEXT = 200_000  # characters of all names and constants
 MAX_ITEMS = 500  # minItems; a larger maxItems is taken for this
 MAX_CHARACTERS = 2_000  # minLength
 MAX_LENGTH = 100_000  # a larger maxLength is taken for this
+MAX_MULTIPLES = 100_000  # sum of all multipleOf, whose remainders llguidance counts
 MAX_COMBINATIONS = 500  # of the branches that meet in one place
 
-# They say something about the value for people, or for other keywords that are refused.
-_ANNOTATIONS = frozenset(
-    (
-        *("$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions"),
-        *("title", "description", "default", "deprecated", "readOnly", "writeOnly", "example", "examples"),
-        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"),
-    )
-)
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# keyword: what to do instead
-_REFUSED = {
-    "not": "describe what is allowed instead",
-    "if": 'use "anyOf" with one branch for each case',
-    "then": 'use "anyOf" with one branch for each case',
-    "else": 'use "anyOf" with one branch for each case',
-    "dependentRequired": 'use "anyOf" with one branch for each case',
-    "dependentSchemas": 'use "anyOf" with one branch for each case',
-    "dependencies": 'use "anyOf" with one branch for each case',
-    "propertyNames": 'use "patternProperties" with "additionalProperties": false',
-    "unevaluatedProperties": 'use "additionalProperties"',
-    "unevaluatedItems": 'use "items"',
-    "additionalItems": 'use "prefixItems" and "items"',
-    "nullable": 'use "type" with "null" in it, or "anyOf"',
-    "$dynamicRef": 'use "$ref"',
-    "$recursiveRef": 'use "$ref"',
-    "uniqueItems": "check the parsed answer",
-    "contains": "check the parsed answer",
-    "minContains": "check the parsed answer",
-    "maxContains": "check the parsed answer",
-}
-# values with which a refused keyword says nothing
-_HARMLESS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "nullable": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {})}
+# Keywords that say what is within arrays and objects. Beside branches or a reference they meet other schemas of the same values.
+_INNER = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
+_BRANCHING = ("anyOf", "oneOf", "$ref")
+# Any value of JSON whose numbers are ones that a double can be.
+_ANY = {"$ref": "#/$defs/any"}
+_ANY_DEFINITION = {"minimum": -FAR, "maximum": FAR, "items": _ANY, "additionalProperties": _ANY}
 
 
-def enforceable_schema(schema: Any) -> dict[str, Any]:
+def enforceable_schema(schema: Any, *, document: Any = None, closed: bool = False) -> dict[str, Any]:
     """`schema` in the dialect of llguidance, for a `%json` rule or a JSON grammar; whatever satisfies it satisfies `schema`.
 
     Args:
         schema: a JSON Schema of draft 2020-12, or of an older draft where that means the same: an object, or true.
+        document: what its references point into; None where that is `schema`.
+        closed: whether objects that list properties have no others, except where "additionalProperties" is a schema of theirs.
 
     Raises:
         SchemaError: naming the keyword that is invalid, can't be enforced, or is too large.
     """
-    return _Rewriter(schema).document()
+    rewriter = _Rewriter(schema if document is None else document, closed)
+    try:
+        return rewriter.rewritten(schema)
+    except SchemaError as error:
+        error.parameter = rewriter.parameter
+        raise
 
 
 class _Rewriter:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, closed: bool) -> None:
         self._root = root
-        self._names: dict[str, str] = {}  # of definitions, by reference
-        self._pending: list[tuple[str, str]] = []
+        self._closed = closed
+        self._alone = True  # whether no other schema in the document is about the same values, which could exclude what is added here
+        self._names: dict[tuple[str, bool], str] = {}  # of definitions, by reference and whether they are alone
+        self._pending: list[tuple[str, bool, str, str | None]] = []
         self._definitions: dict[str, Any] = {}
         self._overlap = Overlap(lambda reference: self._target(reference, "#"))
+        self._names_in = PropertyNames(lambda reference: self._target(reference, "#"))
         self._schemas = self._values = self._text = 0
+        self._multiples = 0.0
+        self.parameter: str | None = None  # the property of the whole whose schema is being read
 
-    def document(self) -> dict[str, Any]:
-        root = self._schema(self._root, "#", 0)
+    def rewritten(self, schema: Any) -> dict[str, Any]:
+        root = self._schema(schema, "#", 0)
         while self._pending:
-            reference, name = self._pending.pop()
+            reference, self._alone, name, self.parameter = self._pending.pop()
             self._definitions[name] = self._schema(self._target(reference, reference), reference, 0)
+        self.parameter = None
         order = in_place_order(self._definitions)
         if order is None:
             raise SchemaError('a "$ref" in it leads back to itself for one and the same value', "Let what recurs be a property or an item", is_invalid=True)
         finite = finite_definitions(self._definitions)
         root = without_others(root, finite)
         if not is_finite(root, finite):
+            listed = root.get("properties", {}) if isinstance(root, Mapping) else {}
+            self.parameter = next((name for name in listed if name in root.get("required", ()) and not is_finite(listed[name], finite)), None)
             raise SchemaError("no finite value satisfies it", "Give what recurs an end, or what is required a schema that has values")
         definitions = {name: without_others(schema, finite) for name, schema in self._definitions.items() if name in finite}
         document = dict(root) if isinstance(root, Mapping) else {}
@@ -109,7 +102,7 @@ class _Rewriter:
 
     def _schema(self, schema: Any, place: str, depth: int) -> Any:
         if schema is True or schema is False:
-            return {} if schema else False
+            return self._any() if schema else False
         if not isinstance(schema, Mapping):
             invalid(place, f"{shown(schema)} is no schema", "A schema is an object, true or false")
         self._schemas += 1
@@ -119,22 +112,63 @@ class _Rewriter:
             too_large(f"its schemas are nested more than {MAX_DEPTH} deep")
         out: dict[str, Any] = {}
         conjuncts: list[Any] = []
+        was_alone = self._alone
+        self._alone = was_alone and _parts(schema) <= 1
         for keyword, value in schema.items():
-            if keyword in _ANNOTATIONS or keyword.startswith("x-"):
+            if is_annotation(keyword):
                 continue
-            if keyword in _REFUSED:
-                if any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(keyword, ())):
+            if keyword in REFUSED:
+                if any(value == harmless and type(value) is type(harmless) for harmless in HARMLESS.get(keyword, ())):
                     continue
-                raise SchemaError(f'"{keyword}" at {place} can\'t be enforced while text is generated', f'Leave "{keyword}" out: {_REFUSED[keyword]}')
+                raise SchemaError(f'"{keyword}" at {place} can\'t be enforced while text is generated', f'Leave "{keyword}" out: {REFUSED[keyword]}')
             handler = _KEYWORDS.get(keyword)
             if handler is None:
                 raise SchemaError(f"{shown(keyword)} at {place} is no keyword that can be enforced", f"Leave {shown(keyword)} out")
             handler(self, keyword, value, place, depth, out, conjuncts)
-        write_bounds(schema, place, out)
+        is_leaf = not any(keyword in schema for keyword in ("allOf", "const", "enum", *_BRANCHING))
+        if was_alone:
+            self._close(schema, place, out, conjuncts)
+        if is_leaf and self._alone:
+            if not schema.keys() & _KEYWORDS.keys():
+                return self._any()
+            if admits("array", out) and "items" not in out:
+                out["items"] = self._any()
+            if admits("object", out) and "additionalProperties" not in out:
+                out["additionalProperties"] = self._any()
+        self._alone = was_alone
+        write_bounds(schema, place, out, is_leaf=is_leaf)
+        self._multiples += out.get("multipleOf", 0)
+        if self._multiples > MAX_MULTIPLES:
+            too_large(f'"multipleOf" at {place} brings the sum of all to more than {MAX_MULTIPLES}')
         write_counts(place, out)
         if conjuncts:
             out["allOf"] = out.get("allOf", []) + conjuncts
         return out
+
+    def _any(self) -> dict[str, Any]:
+        """The schema of any value. Where others are about the same values, only theirs bound numbers: two that recur can't be made one."""
+        if not self._alone:
+            return {}
+        self._definitions["any"] = _ANY_DEFINITION
+        return dict(_ANY)
+
+    def _close(self, schema: Mapping[str, Any], place: str, out: dict[str, Any], conjuncts: list[Any]) -> None:
+        """Where objects are to be closed, leave no other properties than those that `schema` lists, in all its parts together."""
+        if not self._alone:
+            names = self._names_in.of(schema)
+            if names and len(names) > MAX_PROPERTIES:
+                too_large(f"the schemas that meet at {place} have {len(names)} properties, and at most {MAX_PROPERTIES} are taken")
+            if names and self._closed:
+                conjuncts.append({"properties": {name: {} for name in names}, "additionalProperties": False})
+        elif (
+            self._closed
+            and ("properties" in out or "required" in out)
+            and "patternProperties" not in out
+            and not isinstance(schema.get("additionalProperties"), Mapping)
+        ):
+            listed = out.get("properties", {})
+            out["properties"] = {**listed, **{name: self._any() for name in out.get("required", ()) if name not in listed}}
+            out["additionalProperties"] = False
 
     def _type(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
         names = value if isinstance(value, list) else [value]
@@ -205,13 +239,14 @@ class _Rewriter:
     def _ref(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
         if not isinstance(value, str):
             invalid(place, f'"$ref" is {shown(value)}', 'Send "$ref" as a string such as "#/$defs/name"')
-        if value not in self._names:
+        key = value, self._alone
+        if key not in self._names:
             self._target(value, place)
             if len(self._names) >= MAX_DEFINITIONS:
                 too_large(f"it refers to more than {MAX_DEFINITIONS} definitions")
-            self._names[value] = f"d{len(self._names)}"
-            self._pending.append((value, self._names[value]))
-        out[keyword] = f"#/$defs/{self._names[value]}"
+            self._names[key] = f"d{len(self._names)}"
+            self._pending.append((*key, self._names[key], self.parameter))
+        out[keyword] = f"#/$defs/{self._names[key]}"
 
     def _target(self, reference: str, place: str) -> Any:
         """The schema that `reference` points to, by JSON Pointer from the root."""
@@ -263,7 +298,13 @@ class _Rewriter:
             too_large(f'"properties" at {place} has {len(value)} properties, and at most {MAX_PROPERTIES} are taken')
         for name in value:
             self._property_name(name, place)
-        out[keyword] = {name: self._schema(schema, f"{place}/properties/{_step(name)}", depth + 1) for name, schema in value.items()}
+        rewritten = out[keyword] = {}
+        for name, schema in value.items():
+            if place == "#":
+                self.parameter = name
+            rewritten[name] = self._schema(schema, f"{place}/properties/{_step(name)}", depth + 1)
+        if place == "#":
+            self.parameter = None
 
     def _property_name(self, name: str, place: str) -> None:
         self._checked_text(name, f"a property at {place}")
@@ -341,6 +382,12 @@ _KEYWORDS: dict[str, _Handler] = {
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _Rewriter._count),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _Rewriter._number),
 }
+
+
+def _parts(schema: Mapping[str, Any]) -> int:
+    """How many schemas of the same values meet in one."""
+    parts = sum(keyword in schema for keyword in _BRANCHING) + any(keyword in schema for keyword in _INNER)
+    return parts + (len(schema["allOf"]) if isinstance(schema.get("allOf"), list) else 0)
 
 
 def _step(name: str) -> str:

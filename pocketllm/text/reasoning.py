@@ -23,7 +23,8 @@ class ReasoningMarkers:
         for token_id in reversed(prompt_ids[-_TAIL:]):
             if token_id == self.start_id:
                 return True
-            if token_id == self.end_id or tokenizer.token_bytes(token_id).strip():
+            spelled = tokenizer.token_bytes(token_id)
+            if token_id == self.end_id or not spelled or spelled.strip():  # a control token, with no bytes, ends a turn, such as one that spells the marker
                 return False
         return False
 

@@ -14,7 +14,7 @@ MAX_NUMBER = 2**53  # doubles count no further; looser bounds are taken for this
 MAX_DIGITS = 15  # that a double keeps
 MAX_MULTIPLE = 10_000
 SMALLEST = 1e-9  # what is above 0 is at least this
-_FAR = 10**18  # a double, and within 64 bits
+FAR = 10**18  # a double, and within 64 bits
 _FAR_MULTIPLE = 2**40  # doubles hold every multiple of 1/1024 up to here
 _UP = Context(prec=MAX_DIGITS, rounding=ROUND_CEILING)
 
@@ -29,8 +29,21 @@ def check_constant(value: float, where: str) -> None:
         raise SchemaError(f"{where} holds a number of more than {MAX_DIGITS} digits", "Send fewer digits")
 
 
-def write_bounds(schema: Mapping[str, Any], place: str, out: dict[str, Any]) -> None:
+def admits(kind: str, schema: Mapping[str, Any]) -> bool:
+    """Whether the "type" of a schema allows values of type `kind`; an "integer" counts as a number."""
+    names = schema.get("type", kind)
+    names = [names] if isinstance(names, str) else names
+    return kind in names or (kind == "number" and "integer" in names)
+
+
+def write_bounds(schema: Mapping[str, Any], place: str, out: dict[str, Any], *, is_leaf: bool) -> None:
     """Add the bounds of numbers to `out`, whose "type" is known, as inclusive ones that hold however a reader rounds the digits.
+
+    Args:
+        schema: as the request has it.
+        place: for messages.
+        out: `schema` as far as it is rewritten.
+        is_leaf: whether nothing else in `schema` may bound its numbers.
 
     Raises:
         SchemaError: "multipleOf" or a bound can't be kept, or they leave no number.
@@ -46,10 +59,10 @@ def write_bounds(schema: Mapping[str, Any], place: str, out: dict[str, Any]) -> 
         out["multipleOf"] = _multiple(schema["multipleOf"], place)
         lows.append(-_FAR_MULTIPLE)
         highs.append(_FAR_MULTIPLE)
-    if is_whole:
-        # A whole number without an end is one that a model may never end.
-        lows.append(-_FAR)
-        highs.append(_FAR)
+    if is_whole or (is_leaf and admits("number", out)):
+        # A number without bounds is one that a model may never end, or one such as 1e400 that no double can be.
+        lows.append(-FAR)
+        highs.append(FAR)
     low = max((_lower(value, is_whole, place) for value in lows), default=None)
     high = min((-_lower(-value, is_whole, place) for value in highs), default=None)
     if low is not None and high is not None and low > high:
@@ -85,7 +98,7 @@ def _lower(bound: float, is_whole: bool, place: str) -> float:
     if bound > MAX_NUMBER:
         raise SchemaError(f"a bound of numbers at {place} is beyond 2**53, where JSON readers disagree on numbers", "Send closer bounds")
     if bound <= -MAX_NUMBER:
-        return -_FAR if bound <= -_FAR else -MAX_NUMBER
+        return -FAR if bound <= -FAR else -MAX_NUMBER
     if is_whole or bound == int(bound):
         return math.ceil(bound)
     if abs(bound) < SMALLEST:

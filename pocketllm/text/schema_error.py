@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from pocketllm.protocol.refusals import summary
+
 
 class SchemaError(ValueError):
     """A schema that can't be enforced.
@@ -19,6 +21,7 @@ class SchemaError(ValueError):
         self.reason = reason
         self.remedy = remedy
         self.is_invalid = is_invalid
+        self.parameter: str | None = None  # the property of the whole schema in which the fault lies
 
 
 def invalid(place: str, what: str, remedy: str) -> NoReturn:
@@ -31,6 +34,4 @@ def too_large(what: str) -> NoReturn:
 
 def shown(value: object) -> str:
     """`value` on a few characters, for a message."""
-    from pocketllm.protocol.fields import summary  # here, because the table of fields checks schemas
-
     return summary(value)

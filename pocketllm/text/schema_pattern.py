@@ -74,7 +74,7 @@ def matches(regex: str, text: str) -> bool:
     """Whether all of `text` matches `regex`, as `read_pattern` wrote it, anchored or not. Takes time in the text's length alone, unlike Python's `re`."""
     from llguidance import LLMatcher  # here, so that the table of fields, which checks schemas, loads no native module
 
-    matcher = LLMatcher(_byte_tokenizer(), f"start: /{regex.removeprefix('^').removesuffix('$')}/", log_level=0)
+    matcher = LLMatcher(byte_vocabulary(), f"start: /{regex.removeprefix('^').removesuffix('$')}/", log_level=0)
     encoded = text.encode()
     return matcher.try_consume_tokens(list(encoded)) == len(encoded) and matcher.is_accepting()
 
@@ -93,7 +93,7 @@ class _Bytes:
 
 
 @functools.cache
-def _byte_tokenizer() -> LLTokenizer:
+def byte_vocabulary() -> LLTokenizer:
     from llguidance import LLTokenizer
 
     return LLTokenizer(_Bytes(), slices=[])  # type: ignore[arg-type]

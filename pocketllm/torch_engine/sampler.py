@@ -1,12 +1,15 @@
 """From logits to token ids, row by row: greedy, temperature, top-k, top-p, each row with its own seeded stream.
 
-A row's n-th draw depends on its seed and n alone, so neither the rest of the batch nor a preemption changes it.
+A draw is the id with the largest sum of its log probability and of Gumbel noise (Gumbel, 1954; Maddison, Tarlow and Minka, 2014). The noise of an
+id depends on the row's seed, on how many tokens the row has drawn, and on the id alone, so neither the rest of the batch nor a preemption changes
+it; and logits that differ in their last digits, as another batch or a cached prefix makes them, change the draw only where two sums are that close.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +18,29 @@ import torch
 from pocketllm.backends.base import EngineRequest
 
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
-_NUCLEUS_GUESS = 256  # a nucleus is rarely larger; taking so many largest logits spares a full sort
+_CANDIDATES = 256  # ids with noise of their own; a nucleus is rarely larger, and beside them the others are rarely drawn
+_REST = -1  # stands for all other ids together
 
 # What a byte of a mask adds to eight logits, [256, 8]: 0 where its bit is set, else minus infinity. Copying rows of it is far faster than where().
 _BYTE_BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(np.float32)
 
 
-def uniform(seed: int, draw: int) -> float:
-    """Number `draw` of the stream of `seed`, in [0, 1): Philox4x64-10 with the seed as key and `draw` as counter (Salmon et al., 2011)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=[draw, 0, 0, 0])).random())
+def gumbel(seed: int, draw: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Gumbel noise of each of `ids` at draw number `draw` of a row with `seed`: output number id + 1 of a SplitMix64 stream (Steele, Lea and Flood, 2014)
+    whose start is output number `draw` of the one that starts from the mixed seed."""
+    start = _splitmix(_splitmix(np.uint64(seed), np.uint64(0)), np.uint64(draw))
+    uniform = ((_splitmix(start, (ids + 1).astype(np.uint64)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
+    return noise
+
+
+def _splitmix(start: Any, index: Any) -> Any:
+    """Output number `index` of the SplitMix64 stream that begins at `start`; both uint64, and of one shape or single."""
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
+        mixed = start + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ mixed >> np.uint64(31)
 
 
 def sample(
@@ -53,7 +70,7 @@ def sample(
             largest, greedy_id = own.max(dim=-1)
             ids[row] = int(greedy_id) if math.isfinite(largest) else None
         if not is_greedy and ids[row] is not None:
-            ids[row] = _draw(own.double() - largest, request, uniform(request.seed, draws[row]))
+            ids[row] = _draw(own.double() - largest, request, draws[row])
     return ids
 
 
@@ -62,31 +79,28 @@ def _bias(words: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
     return torch.from_numpy(_BYTE_BIAS.take(words.astype("<u4", copy=False).view(np.uint8), axis=0)).view(-1)[:vocab_size]
 
 
-def _draw(logits: torch.Tensor, request: EngineRequest, u: float) -> int:
-    """Inverse-CDF draw at `u` from one row [vocab_size] float64: temperature, then top-k, then top-p over what top-k left.
+def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
+    """Draw number `draw` from one row [vocab_size] float64: temperature, then top-k, then top-p over what top-k left.
 
     The largest logit is 0, so that the smallest temperature does not overflow.
     """
     scaled = logits / request.temperature
     vocab_size = scaled.shape[0]
-    if 0 < request.top_k < vocab_size:
-        values, ids = scaled.topk(request.top_k)
-        probs = values.softmax(dim=-1)
-    elif request.top_p < 1:
-        total = scaled.logsumexp(dim=-1)
-        values, ids = scaled.topk(min(_NUCLEUS_GUESS, vocab_size))
-        probs = (values - total).exp()
-        if probs.sum() < request.top_p:
-            values, ids = scaled.sort(descending=True)
-            probs = (values - total).exp()
-    else:
-        probs, ids = scaled.softmax(dim=-1), None
-    cumulative = probs.cumsum(dim=-1)
-    size = probs.shape[0]
+    is_cut = 0 < request.top_k < vocab_size
+    values, ids = scaled.topk(request.top_k if is_cut else min(_CANDIDATES, vocab_size))
+    total = float((values if is_cut else scaled).logsumexp(dim=-1))
+    rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - float((values - total).exp().sum()))
     if request.top_p < 1:
-        size = min(size, int(torch.searchsorted(cumulative, request.top_p)) + 1)  # the id that crosses top_p is kept
-    mass = float(cumulative[size - 1])
-    # Below the whole mass even where the product rounds up to it: behind the id that completes it lie ids that can't be drawn.
-    target = min(u * mass, math.nextafter(mass, 0))
-    index = int(torch.searchsorted(cumulative[:size], target, right=True))
-    return index if ids is None else int(ids[index])
+        if not is_cut and float((values - total).exp().sum()) < request.top_p:
+            values, ids = scaled.sort(descending=True)
+        mass = (values - total).exp().cumsum(dim=-1)
+        size = int(torch.searchsorted(mass, request.top_p)) + 1  # the id that crosses top_p is kept
+        values, ids = values[:size], ids[:size]
+    found = ids.numpy()
+    sums = (values - total).numpy() + gumbel(request.seed, draw, found)
+    best = int(sums.argmax())
+    if rest == 0 or sums[best] >= math.log(rest) + gumbel(request.seed, draw, np.array([_REST]))[0]:
+        return int(found[best])
+    others = scaled.numpy().copy()
+    others[found] = -np.inf
+    return int((others + gumbel(request.seed, draw, np.arange(vocab_size))).argmax())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pocketllm.backends.base import EngineRequest
-from pocketllm.torch_engine.sampler import sample, uniform
+from pocketllm.torch_engine.sampler import gumbel, sample
 
 DRAWS = 2000
 
@@ -209,16 +209,42 @@ def test_a_seed_reproduces_and_another_differs() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
-def test_uniform_is_in_its_range_and_even(seed: int) -> None:
-    numbers = np.array([uniform(seed, draw) for draw in range(2000)])
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    assert len(np.unique(numbers)) == 2000
-    assert abs(numbers.mean() - 0.5) < 6 / np.sqrt(12 * 2000)
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 6 / np.sqrt(2000)
+def test_noise_is_gumbels(seed: int) -> None:
+    noise = np.stack([gumbel(seed, draw, np.arange(100)) for draw in range(200)])
+    even = np.exp(-np.exp(-noise))  # its distribution function makes it even in (0, 1)
+    assert np.isfinite(noise).all()
+    assert len(np.unique(noise)) == noise.size
+    assert abs(even.mean() - 0.5) < 6 / np.sqrt(12 * even.size)
+    assert_distribution(np.histogram(even, 50, (0, 1))[0], np.full(50, 0.02))
+    for one, other in ((even[:-1], even[1:]), (even[:, :-1], even[:, 1:])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 6 / np.sqrt(one.size)
 
 
 def test_neighbouring_seeds_are_not_related() -> None:
-    one, two = (np.array([uniform(seed, draw) for draw in range(1000)]) for seed in (41, 42))
-    assert abs(np.corrcoef(one, two)[0, 1]) < 6 / np.sqrt(1000)
-    assert not np.array_equal(one[1:], two[:-1])
+    one, two = (np.stack([gumbel(seed, draw, np.arange(10)) for draw in range(200)]) for seed in (41, 42))
+    assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 6 / np.sqrt(one.size)
+    assert not np.isin(one[1:], two).any()
+
+
+def test_noise_of_an_id_is_its_own() -> None:
+    assert gumbel(5, 3, np.array([7, 9, 200])).tolist() == gumbel(5, 3, np.arange(300))[[7, 9, 200]].tolist()
+
+
+@pytest.mark.parametrize("spread", [0.05, 3.0])
+def test_draws_beyond_the_candidates_follow_the_reference(spread: float) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * spread
+    probs = reference(logits.numpy(), 1.0, 1.0, 0)
+    order = np.argsort(-probs)
+    groups = [order[:64], order[64:256], *np.array_split(order[256:], 10)]
+    found = counts(logits, request(seed=8))
+    assert_distribution(np.array([found[group].sum() for group in groups]), np.array([probs[group].sum() for group in groups]))
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.95, 0), (1.0, 40)])
+def test_the_last_digits_of_logits_hardly_ever_change_a_draw(top_p: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2000, 5000, generator=generator) * 3
+    moved = logits + torch.randn(logits.shape, generator=generator) * 1e-3
+    requests = [request(1.0, top_p, top_k, seed=3)] * 2000
+    before, after = (sample(rows, requests, range(2000)) for rows in (logits, moved))
+    assert sum(one != other for one, other in zip(before, after, strict=True)) < 20

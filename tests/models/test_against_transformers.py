@@ -10,11 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pocketllm.backends.torch import BLOCK_SIZE
+from pocketllm.torch_engine.layers.linear import has_bfloat16_units
 from tests.models.plane import check_close, check_greedy, expected_logits, generate, logits_of, opened
 from tests.models.tiny import CONTEXT, PROMPTS, Variant
 from tests.models.variants import VARIANTS
 
 NEW_TOKENS = 64
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16_units(), reason="this processor has no bfloat16 units")
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ def test_16_bit_shards(variant: Variant, dtype: torch.dtype, tmp_path: Path) -> 
     check_close(logits_of(tmp_path, PROMPTS[2:3], 0)[0], expected_logits(oracle, PROMPTS[2]))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("auto", 5e-3), pytest.param("bfloat16", 0.15, marks=needs_bfloat16)])
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.is_plain], ids=lambda variant: variant.name)
-def test_the_default_compute_is_close(variant: Variant, tmp_path: Path) -> None:
+def test_other_compute_dtypes_are_close(variant: Variant, dtype: str, tolerance: float, tmp_path: Path) -> None:
     oracle = variant.save(tmp_path)
-    for found, prompt in zip(logits_of(tmp_path, PROMPTS, 30, "auto"), PROMPTS, strict=True):
-        check_close(found, expected_logits(oracle, prompt), 2e-2)
+    for found, prompt in zip(logits_of(tmp_path, PROMPTS, 30, dtype), PROMPTS, strict=True):
+        check_close(found, expected_logits(oracle, prompt), tolerance)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections import defaultdict
 from typing import Any
 
 import httpx
 import pytest
 
+from pocketllm.backends.base import EngineRequest, StepCallback, StepOutput
+from pocketllm.backends.fake import FakeBackend
+from pocketllm.protocol.responses import dump, dump_in_pieces
 from tests.fake_serving import call, chat_body, fake, in_process
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -81,6 +85,51 @@ def test_a_stream_whose_time_runs_out_says_so() -> None:
     found = events(call("POST", CHAT, backend, json=chat_body(n=4, max_tokens=20, stream=True), request_timeout=0.8))
     assert [event["choices"][0]["index"] for event in found[:-1] if event["choices"][0]["finish_reason"]] == [0, 1]
     assert found[-1]["error"]["type"] == "timeout_error"
+
+
+class OneFails(FakeBackend):
+    """The second choice of each request fails at once."""
+
+    def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
+        if request.request_id.endswith("/1"):
+            on_step(StepOutput(request.request_id, (), 0, "error", error=RuntimeError("a fault was asked for")))
+        else:
+            super().submit(request, on_step)
+
+
+def test_choices_that_fail_are_left_out_of_an_answer_that_has_others() -> None:
+    response = call("POST", CHAT, OneFails(alphabet=(97, 98)), json=chat_body(n=3))
+    assert response.status_code == 200
+    assert [choice["index"] for choice in response.json()["choices"]] == [0, 2]
+    assert call("POST", CHAT, fake(fail_after=2), json=chat_body(n=3)).status_code == 500
+    found = events(call("POST", CHAT, OneFails(alphabet=(97, 98)), json=chat_body(n=3, stream=True)))
+    assert sorted(event["choices"][0]["index"] for event in found[:-1] if event["choices"][0]["finish_reason"]) == [0, 2]
+    assert found[-1]["error"]["type"] == "server_error"
+
+
+def test_a_long_ranking_stops_no_other_stream() -> None:
+    """Spelling 20 alternatives of each of 6,000 tokens takes more than half a second; meanwhile the loop goes on."""
+
+    async def run() -> None:
+        backend = fake(context_length=8192, tokens_per_step=500)
+        async with in_process(backend) as client:
+            start = time.perf_counter()
+            request = asyncio.ensure_future(client.post(CHAT, json=chat_body(max_tokens=6000, logprobs=True, top_logprobs=20)))
+            longest, last = 0.0, start
+            while not request.done():
+                await asyncio.sleep(0.002)
+                longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+            content = (await request).json()["choices"][0]["logprobs"]["content"]
+            assert len(content) == 6000
+            assert longest < 0.25 * (last - start)
+
+    asyncio.run(run())
+
+
+def test_a_body_in_pieces_is_the_same_body() -> None:
+    body = {"a": [], "b": {}, "c": [1, None, {"d": [{"e": [[["é\ud800", 0.5, True]]]}]}], "f": {"g": {"h": {"i": {"j": {"k": [2]}}}}}}
+    assert dump_in_pieces(body) == dump(body)
+    assert json.loads(dump_in_pieces(body)) == body
 
 
 def test_more_choices_than_the_queue_takes() -> None:

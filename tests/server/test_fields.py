@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from pocketllm.backends.fake import FakeBackend
 from pocketllm.errors import ConfigurationError, PocketLLMError, UnsupportedFeatureError
 from pocketllm.protocol.features import GUIDE_FLAGS, SURFACES, Surface, features
 from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields, summary
+from pocketllm.server.body import parse_json
 from tests.fake_serving import chat_body, fake, in_process
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
@@ -454,6 +456,32 @@ def test_a_field_sent_twice_is_named() -> None:
     response = asyncio.run(run())
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "n"
+
+
+def test_a_field_sent_twice_is_found_in_no_time_among_many() -> None:
+    names = ", ".join(f'"k{number}": 0' for number in range(400_000))
+    start = time.perf_counter()
+    with pytest.raises(ConfigurationError, match='"k399999" is sent twice'):
+        parse_json(f'{{{names}, "k399999": 1}}'.encode())
+    assert time.perf_counter() - start < 10  # once hours, in which nothing else was answered
+
+
+def test_a_large_body_is_understood_while_others_are_served() -> None:
+    """The most that a body of 8 MiB can ask for: so many messages that each is little more than its own check."""
+
+    async def run() -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": ""}] * 200_000, "n": 0}).encode()
+        async with in_process() as client:
+            request = asyncio.ensure_future(client.post(PATHS["chat"], content=body))
+            turns = 0
+            while not request.done():
+                assert (await client.get("/alive")).status_code == 200
+                turns += 1
+                await asyncio.sleep(0.001)  # the client answers without a pause
+            assert (await request).json()["error"]["param"] == "n"
+            assert turns >= 3
+
+    asyncio.run(run())
 
 
 def test_capability_decides_on_sampling() -> None:

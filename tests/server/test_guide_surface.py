@@ -13,7 +13,7 @@ import pytest
 from pocketllm.backends.base import Capabilities
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.protocol.fields import PATHS, Endpoint
-from tests.fake_serving import fake, in_process
+from tests.fake_serving import call, chat_body, fake, in_process, qwen_like
 
 FLAGS = [option.name for option in dataclasses.fields(Capabilities) if option.type == "bool"]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -189,3 +189,13 @@ def test_logprobs_are_there_when_asked_for() -> None:
         for entry in choice["logprobs"]["content"]:
             assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
             assert len(entry["top_logprobs"]) == 2
+
+
+def test_a_call_within_reasoning_is_content_of_a_stream() -> None:
+    call_text = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}]
+    body = chat_body(stream=True, max_tokens=500, tools=tools)
+    response = call("POST", PATHS["chat"], qwen_like(f"<think>a\n{call_text}"), json=body, surface="guide")
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in response.text.split("\n\n") if line.startswith("data: {")]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "a"
+    assert "".join(delta.get("content", "") for delta in deltas) == call_text

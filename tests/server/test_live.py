@@ -105,6 +105,16 @@ def test_connection_is_kept_through_answers_streams_and_errors(start_server: Sta
     connection.close()
 
 
+def test_a_client_that_sends_on_reads_its_413(start_server: StartServer) -> None:
+    """As most clients do: they read the answer once the whole body is out, which a closed connection would not let them."""
+    server = start_server(fake(), max_body_bytes=2**20)
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port or 80), timeout=20) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n")
+        connection.sendall(b" " * 8_000_000)
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 def test_large_upload_is_413(start_server: StartServer) -> None:
     server = start_server(max_body_bytes=4096)
     response = httpx.post(server.url + CHAT, content=b"x" * 4_000_000)

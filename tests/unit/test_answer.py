@@ -15,7 +15,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.text.answer import Answer, Reading
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import MAX_CHARACTERS, StopMatcher, StopSequences
-from tests.fake_serving import byte_tokenizer
+from tests.fake_serving import _byte_backend, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>", "<tool_call>")])
@@ -163,3 +163,38 @@ def test_whether_the_prompt_ends_within_the_reasoning(prompt: list[int], is_open
 
 def test_a_vocabulary_without_the_tokens_has_no_reasoning() -> None:
     assert find_markers(byte_tokenizer()) is None
+
+
+def test_a_stop_sequence_that_begins_within_a_token_cuts_its_bytes() -> None:
+    """Byte-level vocabularies have tokens such as a space with the first two bytes of a dash."""
+    backend = _byte_backend([("a", "Ã")])  # "a" and the first byte of "é"
+    tokenizer = type(TOKENIZER)(backend, TOKENIZER.special_tokens, "bytes")
+    answer = Answer(Reading(tokenizer, stop=StopSequences(["é"]), has_logprobs=True))
+    text = "".join(answer.feed((id_,), (TokenLogprobs(-1.0),)).text for id_ in (ord("b"), 256, 0xA9))
+    found = answer.logprobs()
+    assert answer.is_stopped
+    assert found is not None
+    assert text == b"".join(one.bytes for one in found).decode() == "ba"
+
+
+def test_a_marker_that_the_user_spells_opens_no_reasoning() -> None:
+    """Some templates have nothing but a control token between the user's words and the answer."""
+    assert MARKERS is not None
+    backend = _byte_backend()
+    backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    backend.add_special_tokens(["<assistant>"])
+    tokenizer = type(TOKENIZER)(backend, TOKENIZER.special_tokens, "bytes")
+    markers = find_markers(tokenizer)
+    assert markers is not None
+    for text, is_open in (("Hi<assistant><think>", True), ("Hi<assistant><think>\n\n", True), ("Hi<think><assistant>", False), ("<think>Hi", False)):
+        assert markers.is_open(tokenizer.encode(text, add_special_tokens=False), tokenizer) == is_open, text
+
+
+def test_a_stop_sequence_cuts_a_call_that_ended_the_reasoning() -> None:
+    reading = Reading(TOKENIZER, stop=StopSequences(["call"]), reasoning=MARKERS, is_reasoning=True, call_id=CALL, has_logprobs=True)
+    answer = Answer(reading)
+    piece = answer.feed((ord("a"), CALL), (TokenLogprobs(-1.0),) * 2)
+    found = answer.logprobs()
+    assert found is not None
+    assert (piece.reasoning, piece.text) == ("a", "<tool_")
+    assert [one.bytes for one in found] == [b"a", b"<tool_"]

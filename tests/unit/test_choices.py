@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +15,15 @@ import pytest
 
 from pocketllm.backends.base import EngineRequest, StepCallback, StepOutput
 from pocketllm.backends.fake import FakeBackend
+from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError, RequestCancelledError
 from pocketllm.generation import GenerationService, choice_seed
+from pocketllm.llm import build_requests
 from pocketllm.outputs import TokenEvent
+from pocketllm.protocol.chat import build_chat_request
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.sampling_params import MAX_SEED, SamplingParams
-from tests.fake_serving import fake, make_service
+from tests.fake_serving import byte_tokenizer, fake, make_service
 
 Open = Callable[..., GenerationService]
 
@@ -210,14 +216,114 @@ def test_what_has_finished_when_time_runs_out(open_service: Open) -> None:
     async def run() -> None:
         stream = service.stream_async(request(n=5, max_tokens=10))
         await stream.start()
-        assert stream.finished() is None
+        assert await stream.finished() is None
         seen = 0
         while seen < 2:
             seen += sum(event.finish_reason is not None for event in await stream.next_events())
-        found = stream.finished()
+        found = await stream.finished()
         assert found is not None
         assert [choice.index for choice in found.choices] == [0, 1]
         assert found.usage.completion_tokens >= 20
         await stream.aclose()
 
     asyncio.run(run())
+
+
+class Racing(FakeBackend):
+    """Calls `meanwhile` just before it takes a row."""
+
+    meanwhile: Callable[[], object]
+
+    def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
+        self.meanwhile()
+        super().submit(request, on_step)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_cancel_that_comes_while_the_rows_are_queued_is_not_lost(open_service: Open, n: int) -> None:
+    backend = Racing(tokens_per_second=100)
+    service = open_service(backend)
+    backend.meanwhile = lambda: service.cancel("a")
+    with pytest.raises(RequestCancelledError):
+        service.stream(request(n=n, max_tokens=900))
+    until(lambda: service.stats().running + service.stats().waiting == 0)
+    assert service.stats().generated_tokens < 500
+    assert not service.cancel("a")
+
+
+def test_a_stream_that_is_collected_while_its_request_is_cancelled(open_service: Open) -> None:
+    """The garbage collector may run anywhere, so also where the request's own lock is held."""
+    service = open_service(tokens_per_second=100)
+    stream = service.stream(request(max_tokens=900))
+    active = stream._active
+    assert active is not None
+
+    class Collecting(dict[int, str]):
+        def __iter__(self) -> Iterator[int]:
+            gc.collect()
+            return super().__iter__()
+
+    active._rows = Collecting(active._rows)
+    stream.itself = stream  # type: ignore[attr-defined]  # a cycle, which only the collector frees
+    freed = weakref.ref(stream)
+    del stream
+    thread = threading.Thread(target=active.cancel, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert freed() is None
+
+
+def test_streams_of_a_closed_loop_are_cancelled_and_the_loop_is_let_go(open_service: Open) -> None:
+    service = open_service(tokens_per_second=100)
+    loop = asyncio.new_event_loop()
+    streams = [service.stream_async(request(request_id=name, max_tokens=900)) for name in "abc"]
+
+    async def begin() -> None:
+        for stream in streams:
+            await stream.start()
+
+    loop.run_until_complete(begin())
+    loop.close()
+    until(lambda: service.stats().running + service.stats().waiting == 0)
+    freed = weakref.ref(loop)
+    del loop, streams[:]
+
+    async def another() -> None:
+        assert (await service.stream_async(request(max_tokens=2)).result()).finish_reason == "length"
+
+    asyncio.run(another())
+    gc.collect()
+    assert freed() is None
+
+
+def test_an_answer_that_a_stop_sequence_has_ended_outlives_its_row(open_service: Open) -> None:
+    output = open_service(fail_after=3, alphabet=(97,)).stream(request(stop="aa")).result()
+    assert (output.text, output.finish_reason) == ("", "stop")
+
+
+def test_tools_that_must_be_called_are_described_without_a_template_too() -> None:
+    backend = fake(vocab_size=256)
+    backend.load(lambda _progress: None)
+    service = GenerationService(backend, byte_tokenizer(), None, GenerationDefaults(), model_name="plain")
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+
+    def prompt(**options: Any) -> str:
+        built = build_chat_request([{"role": "user", "content": "Hi"}], SamplingParams(), tools=tools, **options)
+        return bytes(service.prepare([built]).rows[0].prompt_token_ids).decode()
+
+    assert "look_up" in prompt(tool_choice="required")
+    assert prompt(tool_choice="required").endswith("user: Hi\nassistant:")
+    assert prompt() == "user: Hi\nassistant:"
+    service.close()
+
+
+@pytest.mark.parametrize("request_id", ["a/0", "", 5, "a b"])
+def test_an_id_that_generate_is_given_is_checked_as_that_of_a_chat(request_id: Any) -> None:
+    """With a slash it could be that of another request's choice."""
+    with pytest.raises(ConfigurationError) as caught:
+        build_requests("Hi", None, request_id, frozenset())
+    with pytest.raises(ConfigurationError) as of_a_chat:
+        build_chat_request([{"role": "user", "content": "Hi"}], SamplingParams(), request_id=request_id)
+    assert str(caught.value) == str(of_a_chat.value)
+    assert caught.value.param == "request_id"

@@ -112,7 +112,7 @@ def test_an_option_that_no_plane_takes_is_refused_before_torch_loads(tmp_path, o
 def test_an_unknown_architecture_is_named_with_what_is_supported(write_gguf):
     checkpoint = open_checkpoint(write_gguf(architecture="rwkv9", tensors={"w": np.ones(4, np.float32)}))
     for backend in ("auto", "torch"):
-        with pytest.raises(UnsupportedFeatureError, match="'rwkv9' is not supported; supported are .*llama"):
+        with pytest.raises(UnsupportedFeatureError, match=r"'rwkv9' is not supported; supported are .*llama"):
             select_backend(EngineArgs(backend=backend), checkpoint)
 
 

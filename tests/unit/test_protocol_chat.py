@@ -301,3 +301,10 @@ def test_tools_are_described_in_the_system_turn() -> None:
         assert described[0]["role"] in ("system", "developer")
         assert '\n\nf: é\n{"type": "object"}\n\n' in described[0]["content"]
         assert described[0]["content"].startswith("Be short.\n\n" if before[0]["content"] == "Be short." else "You can call these tools, ")
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, 5, None])
+def test_sampling_of_another_kind_is_refused(sampling: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r'"sampling_params" = .* is not valid: send a SamplingParams') as caught:
+        build_chat_request([{"role": "user", "content": "Hi"}], sampling)
+    assert caught.value.param == "sampling_params"

@@ -10,6 +10,7 @@ from typing import Any
 from pocketllm.outputs import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's form
+OTHERWISE = 'or let the model choose with "tool_choice": "auto"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,17 @@ class ToolSyntax(ABC):
         """A parser of one answer. `tools` are the request's, whose schemas type the arguments."""
 
     @abstractmethod
-    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False, instead: str = OTHERWISE) -> str:
         """An llguidance Lark grammar of an answer that is one call, or with `parallel` one or more, of `tools`, with typed arguments. With `optional` text may
         come before the calls, and they may be missing.
 
+        Args:
+            tools: at least one.
+            instead: what frees the calls from their schemas; the end of the sentence in which a schema is refused.
+
         Raises:
-            UnsupportedFeatureError: a schema can't be honoured; `param` is "tools" and the message names the keyword.
+            ConfigurationError: a schema is no JSON Schema.
+            UnsupportedFeatureError: a schema can't be honoured. Both have `param` "tools" and name the function, the parameter and the keyword.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pocketllm.text.tool_parsers.base import ToolParser, Tools, ToolSyntax
+from pocketllm.text.tool_parsers.base import OTHERWISE, ToolParser, Tools, ToolSyntax
 from pocketllm.text.tool_parsers.call_json import read_json
 from pocketllm.text.tool_parsers.cursor import Cursor, MalformedCall, Steps
 from pocketllm.text.tool_parsers.held_parser import Calls, HeldParser
@@ -30,8 +30,8 @@ class Dsml(ToolSyntax):
     def parser(self, tools: Tools) -> ToolParser:
         return HeldParser(_BLOCK, [_calls])
 
-    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
-        grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES)
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False, instead: str = OTHERWISE) -> str:
+        grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES, instead)
         for index, tool in enumerate(grammar.tools):
             parts = [literal(f'{_INVOKE}{tool.name}">\n')]
             closing = literal(f"{_VALUE_END}\n")

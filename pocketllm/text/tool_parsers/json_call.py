@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pocketllm.text.tool_parsers.base import ParsedEnd, ToolParser, Tools, ToolSyntax
+from pocketllm.text.tool_parsers.base import OTHERWISE, ParsedEnd, ToolParser, Tools, ToolSyntax
 from pocketllm.text.tool_parsers.call_json import new_call, read_json, write_json
 from pocketllm.text.tool_parsers.cursor import SPACE
 from pocketllm.text.tool_parsers.value_grammar import CallGrammar, literal
@@ -16,9 +16,9 @@ class JsonCalls(ToolSyntax):
     def parser(self, tools: Tools) -> ToolParser:
         return _JsonParser()
 
-    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False, instead: str = OTHERWISE) -> str:
         """One call, with `parallel` and `optional` as well: only forced calls are written so, and a model that has not learnt to make any would not stop."""
-        grammar = CallGrammar(tools, "", "")
+        grammar = CallGrammar(tools, "", "", instead)
         for index, tool in enumerate(grammar.tools):
             opening, closing = literal(f'{{"name": {write_json(tool.name)}, "arguments": '), literal("}")
             grammar.define(f"call_{index}", f"{opening} {grammar.arguments(tool)} {closing}")

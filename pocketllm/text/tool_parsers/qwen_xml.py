@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pocketllm.text.tool_parsers.base import ToolParser, Tools, ToolSyntax
+from pocketllm.text.tool_parsers.base import OTHERWISE, ToolParser, Tools, ToolSyntax
 from pocketllm.text.tool_parsers.cursor import Cursor, MalformedCall, Steps
 from pocketllm.text.tool_parsers.held_parser import Calls, HeldParser
 from pocketllm.text.tool_parsers.tool_schema import ToolSchema, tool_schemas
@@ -41,8 +41,8 @@ class QwenXml(ToolSyntax):
         schemas = tool_schemas(tools)
         return HeldParser(_MARKER, [_Reader(schemas, strings=True).calls, _Reader(schemas, strings=False).calls])
 
-    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False) -> str:
-        grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES + ">")
+    def grammar(self, tools: Tools, *, parallel: bool, optional: bool = False, instead: str = OTHERWISE) -> str:
+        grammar = CallGrammar(tools, _VALUE_END, _NOT_IN_NAMES + ">", instead)
         for index, tool in enumerate(grammar.tools):
             parts = [literal(f"{_FUNCTION}{tool.name}>\n")]
             for name, schema in grammar.parameters(tool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.tool_parsers.base import Tools
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
@@ -26,37 +27,51 @@ class ToolSchema:
         function = function if isinstance(function, Mapping) else tool
         self.name = str(function.get("name", ""))
         parameters = function.get("parameters")
-        self._document: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
-        root = self.resolve(self._document)
+        self.document: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}  # what references point into
+        root = self.resolve(self.document)
         self.root: Mapping[str, Any] = root if isinstance(root, Mapping) else {}
         properties = self.root.get("properties")
         self.properties: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
         required = self.root.get("required")
         self.required = frozenset(name for name in required if isinstance(name, str)) if isinstance(required, Sequence) else frozenset()
 
-    @property
-    def definitions(self) -> dict[str, Any]:
-        """What a `$ref` of a parameter may lead to, under the names that it has in the document."""
-        return {key: self._document[key] for key in ("$defs", "definitions") if key in self._document}
-
     def resolve(self, schema: Any) -> Any:
         """`schema` with a `$ref` into this document, or an `allOf` of one, replaced by what it stands for; True where it leads nowhere."""
         for _ in range(_MAX_REFERENCES):
-            if not isinstance(schema, Mapping):
+            step = self._step(schema)
+            if step is None:
                 return schema
-            rest = dict(schema)
-            if isinstance(reference := schema.get("$ref"), str):
-                del rest["$ref"]
-                target = self._target(reference)
-            elif isinstance(parts := schema.get("allOf"), Sequence) and len(parts) == 1:
-                del rest["allOf"]
-                target = parts[0]
-            else:
-                return schema
-            if target is _NOWHERE:
-                target = True
+            target, rest = step
             schema = {**target, **rest} if isinstance(target, Mapping) else (rest or target)
         return True
+
+    def clash(self, schema: Any) -> str | None:
+        """The first keyword for which `resolve` has to choose between a `$ref`, or an `allOf` of one, and what is beside it."""
+        for _ in range(_MAX_REFERENCES):
+            step = self._step(schema)
+            if step is None:
+                return None
+            target, rest = step
+            target = target if isinstance(target, Mapping) else {}
+            for keyword in rest:
+                if not is_annotation(keyword) and keyword in target and rest[keyword] != target[keyword]:
+                    return str(keyword)
+            schema = {**target, **rest}
+        return "$ref"
+
+    def _step(self, schema: Any) -> tuple[Any, dict[str, Any]] | None:
+        """What a `$ref`, or an `allOf` of one, stands for, and what is beside it; None where `schema` has neither."""
+        if not isinstance(schema, Mapping):
+            return None
+        rest = dict(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            del rest["$ref"]
+            target = self._target(reference)
+            return (True if target is _NOWHERE else target), rest
+        if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+            del rest["allOf"]
+            return parts[0], rest
+        return None
 
     def types(self, schema: Any) -> tuple[str, ...]:
         """The JSON types that a schema allows, in its order; none where it declares none, or none that JSON Schema knows."""
@@ -86,23 +101,11 @@ class ToolSchema:
         found.update(dict.fromkeys(name for name in (parts[0] if parts else ()) if all(name in types for types in parts)))
         return found
 
-    def dangling(self, schema: Any) -> str | None:
-        """The first `$ref` on the way to what `schema` stands for that can't be followed, or leads in a circle."""
-        reference = None
-        for _ in range(_MAX_REFERENCES):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            if reference is None:
-                return None
-            schema = self._target(reference) if isinstance(reference, str) else _NOWHERE
-            if schema is _NOWHERE:
-                break
-        return str(reference)
-
     def _target(self, reference: str) -> Any:
         """What a JSON pointer such as "#/$defs/Color" leads to, or _NOWHERE."""
         if not reference.startswith("#"):
             return _NOWHERE
-        target: Any = self._document
+        target: Any = self.document
         for part in reference[1:].split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, Mapping) and part in target:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
-from pocketllm.protocol.conditions import number
+from pocketllm.protocol.refusals import summary
+from pocketllm.text.grammar import ONE_STYLE, grammar_fault, json_rule
+from pocketllm.text.json_schema import enforceable_schema
+from pocketllm.text.schema_error import SchemaError
+from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
-from pocketllm.text.tool_parsers.string_grammar import InvalidPattern, string_expression, text_without
+from pocketllm.text.tool_parsers.string_grammar import string_expression, text_without
 from pocketllm.text.tool_parsers.tool_schema import ToolSchema, json_type, literals
 
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # no white space that a model could go on with forever
 _NUMBER = r"/-?(?:0|[1-9][0-9]{0,15})(?:\.[0-9]{1,17})?(?:[eE][+-]?[0-9]{1,2})?/"  # any that a double can be
-_ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable", "strict", "$comment", "$schema", "$id", "id")
-)
-_OBJECT_KEYS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
-_EVERY_TYPE_KEYS = ("not", "if", "then", "else", "allOf", "$dynamicRef", "$recursiveRef")
+_OBJECT_KEYS = ("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$ref")
+_NAMING = ("properties", "required", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")  # from where properties may come
 _MAX_DEPTH = 64
-_MAX_REASON = 200  # characters of a message
-_POSITION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # what llguidance's messages begin with
+_MAX_ALTERNATIVES = 500  # of one parameter
+_MAX_KEPT = 100_000  # characters of a grammar that is remembered
+_MAX_TEXT = 1_000_000  # characters of all schemas of a request, as they are written for llguidance
 
 # What a text that is read as another type looks like, by that type. Only the number and the brackets say it at their first characters.
 _SPACE = r"[ \t\r\n]*"
@@ -71,22 +72,27 @@ class CallGrammar:
         tools: of the request, at least one.
         value_end: what ends a value, and so can't be within bare text.
         not_in_names: characters that no name can hold.
+        instead: see `ToolSyntax.grammar`.
 
     Raises:
-        UnsupportedFeatureError: a name can't be written in the syntax.
+        ConfigurationError: there is no tool, or a schema is no JSON Schema.
+        UnsupportedFeatureError: a name can't be written in the syntax, or a schema can't be enforced in any.
     """
 
-    def __init__(self, tools: Tools, value_end: str, not_in_names: str) -> None:
+    def __init__(self, tools: Tools, value_end: str, not_in_names: str, instead: str) -> None:
         if not tools:
             raise ConfigurationError('"tools" is empty, and so no call can be made: give one, or leave "tool_choice" out.', param="tools")
         self.tools = [ToolSchema(tool) for tool in tools]
         self._value_end = value_end
         self._not_in_names = not_in_names
+        self._instead = instead
+        self._written = self._alternatives = 0
         self._rules: dict[str, str] = {}
         self._owners: dict[str, tuple[str, str]] = {}  # rules that are made of a schema: tool and parameter
         for tool in self.tools:
             if self._is_unwritable(tool.name):
-                raise UnsupportedFeatureError(f"\"tools\": the function {_shown(tool.name)} can't be called in this model's syntax: rename it.", param="tools")
+                raise UnsupportedFeatureError(f"\"tools\": the function {summary(tool.name)} can't be called in this model's syntax: rename it.", param="tools")
+        self._documents = {tool.name: self._document(tool) for tool in self.tools}
 
     def define(self, name: str, expression: str) -> str:
         self._rules[name] = expression
@@ -99,6 +105,8 @@ class CallGrammar:
         """A rule that is one regular expression, without which complement and intersection have no meaning."""
         name = self.define(f"T{len(self._rules)}", expression)
         self._owners[name] = (owner[0].name, owner[1])
+        if " & " in expression and (fault := _fault(_lark({"start": name, name: expression}))):  # as one of several, one without any text goes unnoticed
+            self._refuse(_place(*self._owners[name]), fault, "Send a simpler schema")
         return name
 
     def parameters(self, tool: ToolSchema) -> Iterator[tuple[str, Any]]:
@@ -108,24 +116,22 @@ class CallGrammar:
             UnsupportedFeatureError: the object's schema asks for more than that.
         """
         where = _place(tool.name)
-        declared = tool.root.get("type", "object")
-        if declared != "object" and not (isinstance(declared, list) and "object" in declared):
-            self._refuse(where, f"type {_shown(declared)}")
+        if (keyword := tool.clash(tool.document)) is not None:
+            self._refuse(where, f'"{keyword}" beside "$ref" or "allOf"', "Say it in one of the two")
         names = [*tool.properties, *sorted(tool.required - tool.properties.keys())]
         for key in tool.root:
-            count = number(tool.root[key])
-            if key == "minProperties" and count is not None and count <= len(tool.required):
+            if key == "minProperties" and tool.root[key] <= len(tool.required):
                 continue
-            if key == "maxProperties" and count is not None and count >= len(names):
+            if key == "maxProperties" and tool.root[key] >= len(names):
                 continue
-            if key not in _OBJECT_KEYS and not key.startswith("x-"):
-                self._refuse(where, f'"{key}"')
+            if key not in _OBJECT_KEYS and not is_annotation(key):
+                self._refuse(where, summary(key), f"Leave {summary(key)} out, or say it of one parameter")
         for name in names:
             schema = tool.properties.get(name, True)
             if schema is False and name not in tool.required:
                 continue
             if self._is_unwritable(name):
-                self._refuse(where, f"the name {_shown(name)}")
+                self._refuse(where, f"the name {summary(name)}", "Choose another name")
             yield name, schema
 
     def forms(self, tool: ToolSchema, name: str, schema: Any) -> Forms:
@@ -134,6 +140,7 @@ class CallGrammar:
         Raises:
             UnsupportedFeatureError: the schema has a keyword that can't be honoured.
         """
+        self._alternatives = 0
         return self._forms(tool, _place(tool.name, name), schema, 0)
 
     def apart(self, tool: ToolSchema, name: str, forms: Forms, order: tuple[str, ...]) -> Forms:
@@ -154,29 +161,19 @@ class CallGrammar:
             elif set(types) <= {"object", "array"}:
                 values.append(value)
             else:
-                self._refuse(_place(tool.name, name), f"a choice of {', '.join(types)} beside text")
+                self._refuse(_place(tool.name, name), f"a choice of {', '.join(types)} beside text", 'Use "anyOf" with one branch for each type')
         excluded = "".join(f" & ~{looks}" for looks in dict.fromkeys(_LOOKS[kind] for kind in earlier))
         return Forms(tuple(exact), tuple(f"({text}{excluded})" for text in forms.texts), tuple(values))
 
     def json(self, tool: ToolSchema, name: str, schema: Any) -> str:
         """A rule of the JSON of `schema`."""
-        if isinstance(schema, Mapping) and schema.get("type") == "number" and schema.keys() - _ANNOTATIONS == {"type"}:
+        if isinstance(schema, Mapping) and schema.get("type") == "number" and all(key == "type" or is_annotation(key) for key in schema):
             return self.terminal(_NUMBER, (tool, name))
-        where = _place(tool.name, name)
-        document = dict(self._bounded(schema, where, 0))
-        if '"$ref"' in json.dumps(document):
-            document.update((key, self._bounded_all(parts, where, 0)) for key, parts in tool.definitions.items())
-        document["x-guidance"] = _JSON_STYLE
-        rule = self.rule(f"%json {json.dumps(document)}")
-        self._owners[rule] = (tool.name, name)
-        return rule
+        return self._json(tool, name, self._enforceable(tool, name, schema))
 
     def arguments(self, tool: ToolSchema) -> str:
         """A rule of the JSON object of all arguments. Properties that the schema neither declares nor gives a schema are left out."""
-        schema = {"type": "object", "properties": {}, **tool.root}
-        if not isinstance(schema.get("additionalProperties"), Mapping):
-            schema["additionalProperties"] = False
-        return self.json(tool, "", schema)
+        return self._json(tool, "", self._documents[tool.name])
 
     def text(self, opening: str, calls: str, more: Mapping[str, str], *, marker: str | None = None) -> str:
         """The whole grammar: calls, perhaps after the empty line that a model puts after its reasoning; or, with `marker`, any text that calls may end.
@@ -200,100 +197,87 @@ class CallGrammar:
         if _fault(grammar):
             for name, (tool_name, parameter) in self._owners.items():
                 if fault := _fault(_lark({"start": name, name: self._rules[name]})):
-                    self._refuse(_place(tool_name, parameter), fault)
-            self._refuse("the set of all functions", _fault(grammar))
+                    self._refuse(_place(tool_name, parameter), fault, "Send a simpler schema")
+            self._refuse("the set of all functions", _fault(grammar), "Send fewer or smaller tools")
         return grammar
 
+    def _document(self, tool: ToolSchema) -> dict[str, Any]:
+        """The schema of the object of all arguments."""
+        document = {**tool.document}
+        declared = document.setdefault("type", "object")
+        if isinstance(declared, list) and "object" in declared:
+            document["type"] = declared = "object"
+        if declared != "object":
+            self._refuse(_place(tool.name), f'"type": {summary(declared)}', 'Send "type" as "object"')
+        if not isinstance(document.get("additionalProperties"), Mapping) and not any(document.get(key) for key in _NAMING):
+            document["additionalProperties"] = False
+        return self._enforceable(tool, "", document)
+
+    def _enforceable(self, tool: ToolSchema, name: str, schema: Any) -> dict[str, Any]:
+        try:
+            found = enforceable_schema(schema, document=tool.document, closed=True)
+        except SchemaError as error:
+            kind = ConfigurationError if error.is_invalid else UnsupportedFeatureError
+            where = _place(tool.name, name or error.parameter or "")
+            raise kind(f'"tools": in {where}, {error.reason}. {error.remedy}; {self._instead}.', param="tools") from None
+        self._written += len(json.dumps(found))
+        if self._written > _MAX_TEXT:
+            self._refuse("the set of all functions", f"schemas of more than {_MAX_TEXT} characters", "Send fewer or smaller tools")
+        return found
+
+    def _json(self, tool: ToolSchema, name: str, document: Mapping[str, Any]) -> str:
+        rule = self.rule(json_rule(document, ONE_STYLE))
+        self._owners[rule] = (tool.name, name)
+        return rule
+
     def _forms(self, tool: ToolSchema, where: str, schema: Any, depth: int) -> Forms:
-        if depth > _MAX_DEPTH:
-            self._refuse(where, f"more than {_MAX_DEPTH} levels")
-        if (reference := tool.dangling(schema)) is not None:
-            self._refuse(where, f'"$ref" to {_shown(reference)}')
-        schema = tool.resolve(schema)
-        if schema is False:
-            self._refuse(where, "the schema false")
-        if not isinstance(schema, Mapping):
-            schema = {}
+        self._alternatives += 1
+        if depth > _MAX_DEPTH or self._alternatives > _MAX_ALTERNATIVES:
+            self._refuse(where, f"more than {_MAX_ALTERNATIVES} alternatives, or {_MAX_DEPTH} within each other", "Send a smaller schema")
         types = tool.types(schema)
         if types and "string" not in types:
             return Forms(values=(schema,))
-        for key in _EVERY_TYPE_KEYS:
-            if key in schema:
-                self._refuse(where, f'"{key}"')
+        if (keyword := tool.clash(schema)) is not None:
+            self._refuse(where, f'"{keyword}" beside "$ref" or "allOf"', "Say it in one of the two")
+        schema = tool.resolve(schema)
+        if schema is False:
+            self._refuse(where, "the schema false", "Leave the parameter out")
+        if not isinstance(schema, Mapping):
+            schema = {}
+        if "allOf" in schema:
+            self._refuse(where, '"allOf"', "Send one schema")
         if (members := literals(schema)) is not None:
-            return self._members(members, types, where)
+            return self._members(members, schema, types, where)
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                if extra := schema.keys() - _ANNOTATIONS - {key}:
-                    self._refuse(where, f'"{min(extra)}" beside "{key}"')
-                if not isinstance(schema[key], list):
-                    self._refuse(where, f'"{key}" that is no array')
-                branches = [self._forms(tool, where, branch, depth + 1) for branch in schema[key]]
-                kinds = [kind for branch in schema[key] for kind in {name.replace("integer", "number") for name in tool.types(branch) or ("string",)}]
-                if key == "oneOf" and len(set(kinds)) < len(kinds):
-                    self._refuse(where, '"oneOf" of alternatives that overlap')
-                return sum(branches, Forms())
+                if extra := [other for other in schema if other != key and not is_annotation(other)]:
+                    self._refuse(where, f'{summary(extra[0])} beside "{key}"', f'Say it in the branches of "{key}"')
+                return sum((self._forms(tool, where, branch, depth + 1) for branch in schema[key]), Forms())
         others = [kind for kind in types if kind != "string"]
-        try:
-            text = string_expression(schema, self._value_end)
-        except InvalidPattern as error:
-            self._refuse(where, str(error))
+        text = string_expression(schema, self._value_end)
         return Forms(texts=(text,), values=tuple({**schema, "type": kind} for kind in others))
 
-    def _members(self, members: list[Any], types: tuple[str, ...], where: str) -> Forms:
+    def _members(self, members: list[Any], schema: Mapping[str, Any], types: tuple[str, ...], where: str) -> Forms:
         fitting = [member for member in members if json_type(member) in types or (json_type(member) == "integer" and "number" in types)]
         if not fitting:
-            self._refuse(where, "no value that its type and its list of values both allow")
+            self._refuse(where, "no value that its type and its list of values both allow", "Send values of its type")
         strings = [member for member in fitting if isinstance(member, str)]
         if any(self._value_end in member for member in strings):
-            self._refuse(where, f"a value that holds {self._value_end}")
+            self._refuse(where, f"a value that holds {self._value_end}", "Send other values")
+        if extra := [key for key in schema if key not in ("type", "const" if "const" in schema else "enum") and not is_annotation(key)]:
+            self._refuse(where, f"{summary(extra[0])} beside a list of values", f"Leave {summary(extra[0])} out, and the values that it excludes")
         others = [member for member in fitting if not isinstance(member, str)]
         return Forms(literals=tuple(dict.fromkeys(strings)), values=({"enum": others},) if others else ())
-
-    def _bounded(self, schema: Any, where: str, depth: int) -> Any:
-        """`schema` with bounds for numbers that have none: their digits would have no end, and a double none of their values."""
-        if depth > _MAX_DEPTH:
-            self._refuse(where, f"more than {_MAX_DEPTH} levels")
-        if not isinstance(schema, Mapping):
-            return schema
-        bounded: dict[str, Any] = {}
-        for key, value in schema.items():
-            if key in ("properties", "patternProperties", "$defs", "definitions"):
-                bounded[key] = self._bounded_all(value, where, depth)
-            elif key in ("anyOf", "oneOf", "allOf", "prefixItems", "items") and isinstance(value, list):
-                bounded[key] = [self._bounded(part, where, depth + 1) for part in value]
-            elif key in ("items", "additionalProperties"):
-                bounded[key] = self._bounded(value, where, depth + 1)
-            elif key == "$ref" and not str(value).startswith(("#/$defs/", "#/definitions/")):
-                self._refuse(where, f'"$ref" to {_shown(value)}')
-            else:
-                bounded[key] = value
-        declared = schema.get("type")
-        kinds = [declared] if isinstance(declared, str) else (declared if isinstance(declared, list) else [])
-        if ("number" in kinds or "integer" in kinds) and not schema.keys() & {"enum", "const", "multipleOf"}:
-            bound = 10**15 if "number" in kinds else 10**18
-            if not schema.keys() & {"minimum", "exclusiveMinimum"}:
-                bounded["minimum"] = -bound
-            if not schema.keys() & {"maximum", "exclusiveMaximum"}:
-                bounded["maximum"] = bound
-        return bounded
-
-    def _bounded_all(self, schemas: Any, where: str, depth: int) -> Any:
-        return {name: self._bounded(part, where, depth + 1) for name, part in schemas.items()} if isinstance(schemas, Mapping) else schemas
 
     def _is_unwritable(self, name: str) -> bool:
         return not name or any(character in name for character in self._not_in_names)
 
-    def _refuse(self, where: str, what: str) -> NoReturn:
-        what = what if len(what) <= _MAX_REASON else f"{what[: _MAX_REASON - 1]}…"  # llguidance quotes all of what it refuses
-        raise UnsupportedFeatureError(
-            f'"tools": {where} can\'t be enforced, because of {what}: simplify the schema, or let the model choose with "tool_choice": "auto".',
-            param="tools",
-        )
+    def _refuse(self, where: str, what: str, remedy: str) -> NoReturn:
+        raise UnsupportedFeatureError(f'"tools": {where} can\'t be enforced, because of {what}. {remedy}; {self._instead}.', param="tools")
 
 
 def _place(tool: str, parameter: str = "") -> str:
-    return f"the parameter {_shown(parameter)} of {_shown(tool)}" if parameter else f"the parameters of {_shown(tool)}"
+    return f"the parameter {summary(parameter)} of {summary(tool)}" if parameter else f"the parameters of {summary(tool)}"
 
 
 def literal(text: str) -> str:
@@ -312,12 +296,7 @@ def _lark(rules: Mapping[str, str]) -> str:
 
 def _fault(grammar: str) -> str:
     """Why llguidance refuses a grammar, or nothing."""
-    from llguidance import LLMatcher  # only where a call is forced
-
-    refused, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return _POSITION.sub("", " ".join(messages[0].split("\n")[0].split())) if refused else ""
+    return _known_fault(grammar) if len(grammar) < _MAX_KEPT else grammar_fault(grammar)
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | list | bool | int | float | None) else type(value).__name__
-    return text if len(text) <= 80 else f"{text[:79]}…"
+_known_fault = functools.lru_cache(maxsize=256)(grammar_fault)  # a chat sends the same tools turn after turn

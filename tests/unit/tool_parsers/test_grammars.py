@@ -11,7 +11,10 @@ import jsonschema
 import llguidance
 import pytest
 
+from pocketllm.answer_form import answer_form
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.protocol.request import GenerationRequest, ToolUse
+from pocketllm.sampling_params import SamplingParams
 from pocketllm.text.tool_parsers import ToolSyntax
 from tests.unit.tool_parsers.answers import DSML, QWEN, SYNTAXES, tool, write_dsml, write_qwen
 
@@ -175,20 +178,35 @@ def test_long_bounded_text_does_not_exhaust_the_grammar() -> None:
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "integer", "not": {"const": 3}}, "not"),
         ({"$ref": "#/$defs/missing"}, "$ref"),
-        ({"type": "array", "items": {"$ref": "#/properties/x"}}, "$ref"),
         ({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}, "oneOf"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 3}, "minLength"),
         ({"type": "string", "enum": [1]}, "list of values"),
-        (False, "false"),
+        (False, "no finite value"),
+        ({"type": "strin"}, "strin"),
+        ({"type": "string", "pattern": "foo**"}, "foo**"),
+        ({"type": "string", "enum": ["a", "bb"], "maxLength": 1}, "maxLength"),
+        ({"allOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "allOf"),
+        ({"$ref": "#/$defs/missing", "pattern": "a"}, "$ref"),
+        ({"allOf": [{"type": "string", "pattern": "^a"}], "pattern": "b$"}, '"pattern"'),
+        ({"type": "array", "items": {"type": "string", "pattern": "foo**"}}, "foo**"),
+        ({"anyOf": None}, '"anyOf"'),
+        ({"type": "string", "minLength": None, "maxLength": 20}, '"minLength"'),
+        ({"type": "x" * 3000}, '"type"'),
+        ({"type": "string", "pattern": "^a$", "minLength": 3}, '"pattern"'),
+        ({"type": "array", "items": {"allOf": [{"type": "string"}, {"type": "null"}]}, "minItems": 1}, "no value"),
     ],
 )
 def test_a_schema_that_can_not_be_enforced_is_named(name: str, schema: Any, keyword: str) -> None:
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        SYNTAXES[name].grammar([tool("fine"), tool("bad", ["x"], x=schema)], parallel=True)
+    with pytest.raises((ConfigurationError, UnsupportedFeatureError)) as caught:
+        SYNTAXES[name].grammar([tool("fine"), tool("bad", ["x"], x=schema)], parallel=True, instead="or leave it out")
+    message = caught.value.message
     assert caught.value.param == "tools"
-    assert "\n" not in caught.value.message
-    for part in ('the parameter "x" of "bad"', keyword):
-        assert part in caught.value.message
+    for part in ('"x" of "bad"', keyword):
+        assert part in message
+    assert message.endswith("; or leave it out.")
+    assert len(message) < 500
+    for internal in ("\n", "::", "(?s", "at 1(", "%json", "json-schema:"):
+        assert internal not in message
 
 
 def test_what_the_whole_object_asks_for_is_named_too() -> None:
@@ -207,7 +225,7 @@ def test_a_schema_of_thousands_of_levels_is_refused() -> None:
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     for syntax in SYNTAXES.values():
-        with pytest.raises(UnsupportedFeatureError, match="levels"):
+        with pytest.raises(UnsupportedFeatureError, match="deep"):
             syntax.grammar([tool("f", x=schema)], parallel=False)
 
 
@@ -228,3 +246,64 @@ def test_a_grammar_of_text_that_calls_may_end(syntax: ToolSyntax, write: Callabl
     assert not allows(several, f"{call} and more")
     assert not allows(one, call[:-5])
     assert not allows(one, write(("k", {"a": "no number", "b": "x"})))
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_no_number_of_a_call_is_beyond_a_double(name: str) -> None:
+    properties = {"a": {"type": "array"}, "o": {"type": "object"}, "n": {"type": "number"}, "l": {"type": "array", "items": {"type": "number"}}}
+    grammar = SYNTAXES[name].grammar([tool("f", ["a", "o", "n", "l"], **properties)], parallel=False)
+    good = {"a": [1.5, [2]], "o": {"x": {"y": 3}}, "n": 4, "l": [5]}
+    assert allows(grammar, write(name, good))
+    for key, value in (("a", [10**400]), ("a", [[10**400]]), ("o", {"x": {"y": 10**400}}), ("n", 10**400), ("l", [10**400])):
+        assert not allows(grammar, write(name, {**good, key: value}))
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_objects_within_calls_are_closed(name: str) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    parameters = {"properties": {"o": {"type": "array", "items": {"$ref": "#/$defs/I"}}, "free": {"type": "object"}}, "$defs": {"I": inner}}
+    grammar = SYNTAXES[name].grammar([{"type": "function", "function": {"name": "f", "parameters": parameters}}], parallel=False)
+    assert allows(grammar, write(name, {"o": [{"a": 1}], "free": {"x": 1}}))
+    assert not allows(grammar, write(name, {"o": [{"a": 1, "type": "integer"}], "free": {}}))
+    assert not allows(grammar, write(name, {"o": [], "free": {}, "more": {}}))
+
+
+def write(name: str, arguments: dict[str, Any]) -> str:
+    if name == "json":
+        return json.dumps({"name": "f", "arguments": arguments})
+    return write_qwen("f", arguments) if name == "qwen" else write_dsml(("f", arguments))
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+@pytest.mark.parametrize(("schema", "keyword"), [({"type": "strin"}, '"type"'), ({"type": "string", "pattern": "foo**"}, '"pattern"')])
+@pytest.mark.parametrize("optional", [False, True])
+def test_what_no_syntax_can_enforce_is_refused_by_all(name: str, schema: Any, keyword: str, optional: bool) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedFeatureError), match=f'the parameter "x" of "f".*{keyword}'):
+        SYNTAXES[name].grammar([tool("f", x=schema)], parallel=True, optional=optional)
+
+
+def test_many_large_tools_are_refused_soon() -> None:
+    properties = {f"p{index}": {"type": "object", "properties": {f"q{i}": {"type": "integer"} for i in range(60)}} for index in range(30)}
+    with pytest.raises(UnsupportedFeatureError, match="fewer or smaller tools"):
+        QWEN.grammar([tool(f"f{index}", **properties) for index in range(128)], parallel=True)
+
+
+TRUE = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "form", "remedy"),
+    [
+        (ToolUse((TRUE,)), None, 'or leave "strict" out of the tools.'),
+        (ToolUse((TRUE,), "required"), None, 'or let the model choose with "tool_choice": "auto" and leave "strict" out of the tools.'),
+        (ToolUse((tool("f", x={"not": {}}),), "function", "f"), None, 'or let the model choose with "tool_choice": "auto".'),
+        (ToolUse((tool("f", x={"not": {}}),), parallel=False), None, 'or leave "parallel_tool_calls" out.'),
+        (ToolUse((tool("f", x={"not": {}}),)), {"type": "json_object"}, 'or leave "response_format" out.'),
+    ],
+)
+def test_the_remedy_is_for_what_was_asked(tools: ToolUse, form: Any, remedy: str) -> None:
+    request = GenerationRequest("", SamplingParams(), "r", metadata={"messages": []}, response_format=form, tools=tools)
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        answer_form(request, QWEN, reasons=False)
+    assert caught.value.message.endswith(f"; {remedy}")
+    assert '"not"' in caught.value.message
