@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf, write_tiny_moe
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
@@ -233,6 +233,19 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     plane.add("a", prompt_of(37), ANSWER)
     plane.run()
     assert plane.answers["a"] == greedy(oracle, prompt_of(37), ANSWER)
+
+
+def test_a_stored_head_beside_tied_embeddings(tmp_path: Path) -> None:
+    """It counts where it differs, as for transformers."""
+    write_tiny(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for scale in (1.0, -1.0):
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * scale}, tmp_path / "model.safetensors")
+        oracle = Qwen3_5ForCausalLM.from_pretrained(tmp_path).eval()
+        plane = Plane(load(tmp_path))
+        plane.add("a", prompt_of(37), 16)
+        plane.run()
+        assert plane.answers["a"] == greedy(oracle, prompt_of(37), 16)
 
 
 @pytest.mark.parametrize("matrix_type", ["F32", "Q8_0"])

@@ -20,7 +20,7 @@ from pocketllm.torch_engine.layers.linear import Biased, Linear, build_head, bui
 from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.models.decoder_spec import DecoderSpec, Rope
-from pocketllm.torch_engine.models.stored_layer import StoredFeedForward, StoredLayer, StoredMatrix, take_layer
+from pocketllm.torch_engine.models.stored_layer import StoredFeedForward, StoredLayer, StoredMatrix, take_head, take_layer
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 _GGUF_LAYER_NAMES = {
@@ -91,7 +91,7 @@ class Decoder(ABC):
         # Some old files carry the rotary frequencies, which the config says too.
         weights = Weights(checkpoint, self.gguf_name, frozenset(info.name for info in checkpoint.tensors if info.name.endswith(".rotary_emb.inv_freq")))
         table = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-        head = self._take_head(checkpoint, weights, table)
+        head = take_head(checkpoint, weights, table, tied=spec.tie_word_embeddings)
         norm = weights.take("model.norm.weight", (spec.hidden_size,)).float() + spec.norm_offset
         factors = weights.take("rope_freqs.weight", (spec.head_dim // 2,)).float() if has_factors else None
         stored = [take_layer(weights, spec, index) for index in range(spec.num_hidden_layers)]
@@ -169,14 +169,6 @@ class Decoder(ABC):
             hidden += output if layer.attention_norm is None else layer.attention_norm(output.float())
             output = layer.feed_forward(layer.feed_forward_input_norm(hidden))
             hidden += output if layer.feed_forward_norm is None else layer.feed_forward_norm(output.float())
-
-    def _take_head(self, checkpoint: Checkpoint, weights: Weights, table: StoredTensor) -> StoredTensor:
-        """The output head. A tied one may be stored too; as for transformers, it then counts where it differs from the embeddings."""
-        spec = self.spec
-        if spec.tie_word_embeddings and "lm_head.weight" not in {info.name for info in checkpoint.tensors}:
-            return table
-        head = weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        return table if spec.tie_word_embeddings and torch.equal(head.float(), table.float()) else head
 
 
 class _Builder:

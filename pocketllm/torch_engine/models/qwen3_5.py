@@ -21,6 +21,7 @@ from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
+from pocketllm.torch_engine.models.stored_layer import take_head
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Qwen3_5:
         nested = any(tensor.name.startswith(_MULTIMODAL_PREFIX) for tensor in checkpoint.tensors)
         self._prefix = _MULTIMODAL_PREFIX if nested else "model."
         table = self._take("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = table if config.tie_word_embeddings else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        head = take_head(checkpoint, weights, table, tied=config.tie_word_embeddings)
         self._embedding = Embedding(table, exact=self.compute_dtype == torch.float32)
         self._norm = self._take_norm("norm.weight", torch.float32)
         self._rope = RotaryEmbedding(config.rotary_dim, config.rope_theta, max_model_len)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.models.decoder_spec import DecoderSpec, Experts
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
@@ -55,6 +56,14 @@ class StoredLayer:
         yield from self.output.tensors
         for feed_forward in self.feed_forwards:
             yield from feed_forward.linears
+
+
+def take_head(checkpoint: Checkpoint, weights: Weights, table: StoredTensor, *, tied: bool) -> StoredTensor:
+    """The output head, or `table`, the embeddings, that it is `tied` to. A tied one that is stored too counts where it differs, as for transformers."""
+    if tied and "lm_head.weight" not in {info.name for info in checkpoint.tensors}:
+        return table
+    head = weights.take("lm_head.weight", table.shape)
+    return table if tied and torch.equal(head.float(), table.float()) else head
 
 
 def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
