@@ -41,9 +41,10 @@ VARIANTS = [
     Variant("qwen2", "qwen2", WIDE),
     Variant("qwen3", "qwen3", WIDE),
     Variant("gemma3", "gemma3_text", {**WIDE, **GEMMA}),
+    Variant("qwen3-moe", "qwen3_moe", {**WIDE, **EXPERTS}),
 ]
 MOE = Variant("qwen3-moe", "qwen3_moe", {**WIDE, **EXPERTS})
-STEP_PARTS = {"llama": None, "qwen2": "biases", "qwen3": "normalised heads", "gemma3": "normalised heads", "llama-biases": "biases", "llama3": None}
+STEP_PARTS = {"llama": None, "qwen2": "biases", "qwen3": "normalised heads", "qwen3-moe": "normalised heads", "gemma3": "normalised heads", "llama-biases": "biases", "llama3": None}
 
 
 def save(variant: Variant, directory: Path, matrix_type: str) -> tuple[Checkpoint, PreTrainedModel]:
@@ -133,8 +134,9 @@ def test_float32(variant: Variant, matrix_type: str, tmp_path: Path) -> None:
         check_close(found, expected_logits(oracle, prompt))
 
 
-def test_experts_in_float32(tmp_path: Path) -> None:
-    checkpoint, oracle = save(MOE, tmp_path, "F32")
+@pytest.mark.parametrize("matrix_type", ["F32", "Q4_0", "Q8_0", "Q5_1"])
+def test_experts_in_float32(matrix_type: str, tmp_path: Path) -> None:
+    checkpoint, oracle = save(MOE, tmp_path, matrix_type)
     for found, prompt in zip(compute(checkpoint, torch.float32)[1], PROMPTS, strict=True):
         check_close(found, expected_logits(oracle, prompt))
 
