@@ -78,6 +78,10 @@ HOSTILE: dict[str, tuple[int, Callable[[], Any]]] = {
     "10,000 references": (400, lambda: chain(10_000, lambda to: {"$ref": to})),
     "299 references": (200, lambda: chain(299, lambda to: {"$ref": to})),
     "references doubled 40 times": (200, lambda: chain(40, lambda to: {"allOf": [{"$ref": to}, {"$ref": to}]})),
+    "references thirtyfold under oneOf": (
+        400,
+        lambda: {"oneOf": [{"$ref": "#/$defs/d0"}] * 2, "$defs": chain(9, lambda to: {"type": "object", "allOf": [{"$ref": to}] * 30})["$defs"]},
+    ),
     "branching references": (200, lambda: chain(200, lambda to: {"anyOf": [{"$ref": to}, {"type": "array", "items": {"$ref": to}}]})),
     "deep branching references": (200, lambda: chain(290, lambda to: nested(2, lambda inner: {"anyOf": [{"allOf": [inner]}]}, {"$ref": to}))),
     "long recursion": (400, lambda: {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + 1) % 299}"}, STRING]} for i in range(299)}}),

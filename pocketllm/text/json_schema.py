@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from pocketllm.text.schema_bounds import FAR, MAX_NUMBER, admits, check_constant, write_bounds, write_counts
-from pocketllm.text.schema_error import SchemaError, invalid, shown, too_large
-from pocketllm.text.schema_format import FORMATS, NUMBER_FORMATS
-from pocketllm.text.schema_keywords import HARMLESS, REFUSED, is_annotation
+from pocketllm.text.schema_error import SchemaError, invalid, shown, step, too_large
+from pocketllm.text.schema_format import FORMATS, FREE_FORMATS, NUMBER_FORMATS
+from pocketllm.text.schema_keywords import BRANCHING, HARMLESS, REFUSED, is_annotation, meeting_parts
 from pocketllm.text.schema_names import PropertyNames
-from pocketllm.text.schema_overlap import Overlap
+from pocketllm.text.schema_overlap import Overlap, requiring
 from pocketllm.text.schema_pattern import PatternError, read_pattern
+from pocketllm.text.schema_pointer import NOWHERE, pointed_to
+from pocketllm.text.schema_spelling import plain_spelling
 from pocketllm.text.schema_tree import exceed_combinations, finite_definitions, in_place_order, is_finite, without_others
 
 MAX_DEPTH = 32  # schemas within schemas, and arrays and objects within a constant
@@ -34,9 +35,6 @@ MAX_MULTIPLES = 100_000  # sum of all multipleOf, whose remainders llguidance co
 MAX_COMBINATIONS = 500  # of the branches that meet in one place
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Keywords that say what is within arrays and objects. Beside branches or a reference they meet other schemas of the same values.
-_INNER = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
-_BRANCHING = ("anyOf", "oneOf", "$ref")
 # Any value of JSON whose numbers are ones that a double can be.
 _ANY = {"$ref": "#/$defs/any"}
 _ANY_DEFINITION = {"minimum": -FAR, "maximum": FAR, "items": _ANY, "additionalProperties": _ANY}
@@ -66,8 +64,9 @@ class _Rewriter:
         self._root = root
         self._closed = closed
         self._alone = True  # whether no other schema in the document is about the same values, which could exclude what is added here
-        self._names: dict[tuple[str, bool], str] = {}  # of definitions, by reference and whether they are alone
-        self._pending: list[tuple[str, bool, str, str | None]] = []
+        # names of definitions, by reference, whether they are alone, and a property that is required beside the others
+        self._names: dict[tuple[str, bool, str | None], str] = {}
+        self._pending: list[tuple[str, bool, str | None, str, str | None]] = []
         self._definitions: dict[str, Any] = {}
         self._overlap = Overlap(lambda reference: self._target(reference, "#"))
         self._names_in = PropertyNames(lambda reference: self._target(reference, "#"))
@@ -78,8 +77,9 @@ class _Rewriter:
     def rewritten(self, schema: Any) -> dict[str, Any]:
         root = self._schema(schema, "#", 0)
         while self._pending:
-            reference, self._alone, name, self.parameter = self._pending.pop()
-            self._definitions[name] = self._schema(self._target(reference, reference), reference, 0)
+            reference, self._alone, tag, name, self.parameter = self._pending.pop()
+            target = self._target(reference, reference)
+            self._definitions[name] = self._schema(target if tag is None else requiring(target, tag), reference, 0)
         self.parameter = None
         order = in_place_order(self._definitions)
         if order is None:
@@ -110,10 +110,11 @@ class _Rewriter:
             too_large(f"it has more than {MAX_SCHEMAS} schemas in it")
         if depth > MAX_DEPTH:
             too_large(f"its schemas are nested more than {MAX_DEPTH} deep")
+        schema = plain_spelling(schema, place, lambda reference: self._target(reference, place))
         out: dict[str, Any] = {}
         conjuncts: list[Any] = []
         was_alone = self._alone
-        self._alone = was_alone and _parts(schema) <= 1
+        self._alone = was_alone and meeting_parts(schema) <= 1
         for keyword, value in schema.items():
             if is_annotation(keyword):
                 continue
@@ -125,7 +126,7 @@ class _Rewriter:
             if handler is None:
                 raise SchemaError(f"{shown(keyword)} at {place} is no keyword that can be enforced", f"Leave {shown(keyword)} out")
             handler(self, keyword, value, place, depth, out, conjuncts)
-        is_leaf = not any(keyword in schema for keyword in ("allOf", "const", "enum", *_BRANCHING))
+        is_leaf = not any(keyword in schema for keyword in ("allOf", "const", "enum", *BRANCHING))
         if was_alone:
             self._close(schema, place, out, conjuncts)
         if is_leaf and self._alone:
@@ -218,35 +219,50 @@ class _Rewriter:
         conjuncts.extend(self._branches(keyword, value, place, depth))
 
     def _any_of(self, keyword: str, value: Any, place: str, depth: int, out: dict[str, Any], conjuncts: list[Any]) -> None:
-        branches = self._branches(keyword, value, place, depth)
-        if keyword == "oneOf" and not self._overlap.exclusive(value):
-            raise SchemaError(
-                f'"oneOf" at {place} can\'t be enforced: its branches are not seen to exclude each other',
-                'Use "anyOf", or give the branches different types or a required property with different constants',
-            )
+        tag = None
+        if keyword == "oneOf" and isinstance(value, list) and 0 < len(value) <= MAX_VALUES and not self._overlap.exclusive(value):
+            tag = self._overlap.tag(value)
+            if tag is None:
+                self._branches(keyword, value, place, depth)  # what else is wrong with them comes first
+                raise SchemaError(
+                    f'"oneOf" at {place} can\'t be enforced: its branches are not seen to exclude each other',
+                    'Use "anyOf", or give the branches different types or a required property with different constants',
+                )
+        branches = self._branches(keyword, value, place, depth, tag)
         if "anyOf" in out:
             conjuncts.append({"anyOf": branches})
         else:
             out["anyOf"] = branches
 
-    def _branches(self, keyword: str, value: Any, place: str, depth: int) -> list[Any]:
+    def _branches(self, keyword: str, value: Any, place: str, depth: int, tag: str | None = None) -> list[Any]:
         if not isinstance(value, list) or not value:
             invalid(place, f'"{keyword}" is {shown(value)}', f'Send "{keyword}" as an array of schemas')
         if len(value) > MAX_VALUES:
             too_large(f'"{keyword}" at {place} has more than {MAX_VALUES} branches')
-        return [self._schema(branch, f"{place}/{keyword}/{index}", depth + 1) for index, branch in enumerate(value)]
+        return [self._branch(branch, f"{place}/{keyword}/{index}", depth + 1, tag) for index, branch in enumerate(value)]
+
+    def _branch(self, schema: Any, place: str, depth: int, tag: str | None) -> Any:
+        if tag is None:
+            return self._schema(schema, place, depth)
+        if all(keyword == "$ref" or is_annotation(keyword) for keyword in schema):
+            return {"$ref": self._reference(schema["$ref"], place, tag)}
+        return self._schema(requiring(schema, tag), place, depth)
 
     def _ref(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
         if not isinstance(value, str):
             invalid(place, f'"$ref" is {shown(value)}', 'Send "$ref" as a string such as "#/$defs/name"')
-        key = value, self._alone
+        out[keyword] = self._reference(value, place)
+
+    def _reference(self, reference: str, place: str, tag: str | None = None) -> str:
+        """A reference to the rewritten schema that `reference` points to, in which `tag` is required as well."""
+        key = reference, self._alone, tag
         if key not in self._names:
-            self._target(value, place)
+            self._target(reference, place)
             if len(self._names) >= MAX_DEFINITIONS:
                 too_large(f"it refers to more than {MAX_DEFINITIONS} definitions")
             self._names[key] = f"d{len(self._names)}"
             self._pending.append((*key, self._names[key], self.parameter))
-        out[keyword] = f"#/$defs/{self._names[key]}"
+        return f"#/$defs/{self._names[key]}"
 
     def _target(self, reference: str, place: str) -> Any:
         """The schema that `reference` points to, by JSON Pointer from the root."""
@@ -255,15 +271,9 @@ class _Rewriter:
                 f'"$ref": {shown(reference)} at {place} does not point into this schema, and nothing is fetched',
                 'Put the schema into "$defs" and refer to it as "#/$defs/name"',
             )
-        found = self._root
-        for step in reference.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isascii() and step.isdigit() and len(step) < 7 and int(step) < len(found):
-                found = found[int(step)]
-            else:
-                invalid(place, f'"$ref": {shown(reference)} points to nothing', 'Refer to a schema in "$defs"')
+        found = pointed_to(self._root, reference)
+        if found is NOWHERE:
+            invalid(place, f'"$ref": {shown(reference)} points to nothing', 'Refer to a schema in "$defs"')
         return found
 
     def _pattern(self, keyword: str, value: Any, place: str, _depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
@@ -287,6 +297,8 @@ class _Rewriter:
             if bounds is not None:
                 conjuncts.append({"minimum": max(bounds[0], -MAX_NUMBER), "maximum": min(bounds[1], MAX_NUMBER)})
             return
+        if value in FREE_FORMATS:
+            return
         if value not in FORMATS:
             raise SchemaError(f'"format": {shown(value)} at {place} is none that can be enforced', f'The formats are {", ".join(FORMATS)}; or use "pattern"')
         conjuncts.append({"pattern": f"^(?:{FORMATS[value]})$"})
@@ -302,7 +314,7 @@ class _Rewriter:
         for name, schema in value.items():
             if place == "#":
                 self.parameter = name
-            rewritten[name] = self._schema(schema, f"{place}/properties/{_step(name)}", depth + 1)
+            rewritten[name] = self._schema(schema, f"{place}/properties/{step(name)}", depth + 1)
         if place == "#":
             self.parameter = None
 
@@ -325,13 +337,11 @@ class _Rewriter:
                     f'"patternProperties" {shown(pattern)} at {place} can\'t be enforced: readers of patterns disagree on what ".", \\d, \\w and \\s match',
                     "Write the characters out, such as [0-9]",
                 )
-            rewritten[regex] = self._schema(schema, f"{place}/patternProperties/{_step(pattern)}", depth + 1)
+            rewritten[regex] = self._schema(schema, f"{place}/patternProperties/{step(pattern)}", depth + 1)
         if rewritten:
             out[keyword] = rewritten
 
     def _subschema(self, keyword: str, value: Any, place: str, depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
-        if isinstance(value, list):
-            invalid(place, f'"{keyword}" is an array', 'Use "prefixItems" for the first items and "items" for the others')
         out[keyword] = self._schema(value, f"{place}/{keyword}", depth + 1)
 
     def _prefix_items(self, keyword: str, value: Any, place: str, depth: int, out: dict[str, Any], _conjuncts: list[Any]) -> None:
@@ -382,13 +392,3 @@ _KEYWORDS: dict[str, _Handler] = {
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _Rewriter._count),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _Rewriter._number),
 }
-
-
-def _parts(schema: Mapping[str, Any]) -> int:
-    """How many schemas of the same values meet in one."""
-    parts = sum(keyword in schema for keyword in _BRANCHING) + any(keyword in schema for keyword in _INNER)
-    return parts + (len(schema["allOf"]) if isinstance(schema.get("allOf"), list) else 0)
-
-
-def _step(name: str) -> str:
-    return name if len(name) <= 40 else name[:40] + "…"

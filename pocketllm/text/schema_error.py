@@ -35,3 +35,8 @@ def too_large(what: str) -> NoReturn:
 def shown(value: object) -> str:
     """`value` on a few characters, for a message."""
     return summary(value)
+
+
+def step(name: str) -> str:
+    """A property's name in a place, for a message."""
+    return name if len(name) <= 40 else name[:40] + "…"

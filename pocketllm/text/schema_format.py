@@ -27,6 +27,7 @@ _IPV6 = "|".join(
     + [f"(?:{_H16}:){{1,{before}}}(?::{_H16}){{1,{7 - before}}}" for before in range(1, 7)]
     + [f":(?:(?::{_H16}){{1,7}}|:)"]
 )
+_BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"
 _URI_CHARACTER = "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-F]{2})"
 
 FORMATS = {
@@ -39,6 +40,8 @@ FORMATS = {
     "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
     "ipv6": _IPV6,
     "uuid": "[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "base64": _BASE64,
+    "byte": _BASE64,
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]{{0,15}}://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_URI_CHARACTER}*)*(?:\?(?:{_URI_CHARACTER}|[/?])*)?(?:#(?:{_URI_CHARACTER}|[/?])*)?",
 }
 
@@ -49,3 +52,14 @@ NUMBER_FORMATS: dict[str, tuple[int, int] | None] = {
     "float": None,
     "double": None,
 }
+
+# Formats of pydantic and OpenAPI that no text breaks: they say how a value is shown or stored, or what a file system has to have.
+FREE_FORMATS = frozenset(("password", "binary", "path", "file-path", "directory-path"))
+# Those that a validator may check; a library's own name for a pattern is none of them.
+STANDARD_FORMATS = frozenset(
+    (
+        *FORMATS,
+        *NUMBER_FORMATS,
+        *("idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    )
+)

@@ -1,7 +1,8 @@
-"""The keywords of JSON Schema that are not enforced: those that say nothing of the value, and those that are refused."""
+"""The keywords of JSON Schema that say nothing of the value, those that are refused, and those that bring schemas of one value together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # They say something about the value for people, or for other keywords that are refused.
@@ -21,10 +22,8 @@ REFUSED = {
     "dependentRequired": 'use "anyOf" with one branch for each case',
     "dependentSchemas": 'use "anyOf" with one branch for each case',
     "dependencies": 'use "anyOf" with one branch for each case',
-    "propertyNames": 'use "patternProperties" with "additionalProperties": false',
     "unevaluatedProperties": 'use "additionalProperties"',
     "unevaluatedItems": 'use "items"',
-    "additionalItems": 'use "prefixItems" and "items"',
     "nullable": 'use "type" with "null" in it, or "anyOf"',
     "$dynamicRef": 'use "$ref"',
     "$recursiveRef": 'use "$ref"',
@@ -36,7 +35,17 @@ REFUSED = {
 # values with which a refused keyword says nothing
 HARMLESS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "nullable": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {})}
 
+BRANCHING = ("anyOf", "oneOf", "$ref")
+# Keywords that say what is within arrays and objects. Beside branches or a reference they meet other schemas of the same values.
+_INNER = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
+
 
 def is_annotation(keyword: str) -> bool:
     """Whether a keyword says nothing that a value could break."""
     return keyword in _ANNOTATIONS or keyword.startswith("x-")
+
+
+def meeting_parts(schema: Mapping[str, Any]) -> int:
+    """How many schemas of the same values meet in one."""
+    parts = sum(keyword in schema for keyword in BRANCHING) + any(keyword in schema for keyword in _INNER)
+    return parts + (len(schema["allOf"]) if isinstance(schema.get("allOf"), list) else 0)

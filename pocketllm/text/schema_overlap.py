@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -27,13 +27,22 @@ class Overlap:
         """Whether it can be seen that no value satisfies two of `schemas`."""
         return all(self._apart(left, right, _DEPTH) for index, left in enumerate(schemas) for right in schemas[index + 1 :])
 
+    def tag(self, schemas: list[Any]) -> str | None:
+        """A property that tells `schemas`, all of objects, apart once each requires it, or None. Libraries don't require a tag that has a default."""
+        parts = [self._parts(schema, _DEPTH) for schema in schemas]
+        if any(self._types(several) != {"object"} for several in parts):
+            return None
+        listed = [{name: found for part in several for name, found in _properties(part).items()} for several in parts]
+        common = [name for name in listed[0] if all(name in properties for properties in listed)]
+        return next((name for name in common if self.exclusive([properties[name] for properties in listed])), None)
+
     def _apart(self, left: Any, right: Any, depth: int) -> bool:
         self._steps += 1
         if depth == 0 or self._steps > _STEPS:
             return False
         if left is False or right is False:
             return True
-        lefts, rights = list(self._parts(left, depth)), list(self._parts(right, depth))
+        lefts, rights = self._parts(left, depth), self._parts(right, depth)
         common = self._types(lefts) & self._types(rights)
         if not common:
             return True
@@ -52,9 +61,7 @@ class Overlap:
 
     def _required_apart(self, left: Mapping[str, Any], right: Mapping[str, Any], depth: int) -> bool:
         """Whether some property that `left` requires can't have one value for both."""
-        mine, theirs = left.get("properties"), right.get("properties")
-        mine = mine if isinstance(mine, Mapping) else {}
-        theirs = theirs if isinstance(theirs, Mapping) else {}
+        mine, theirs = _properties(left), _properties(right)
         closed = right.get("additionalProperties") is False and not right.get("patternProperties")
         required = left.get("required")
         for name in required if isinstance(required, list) else []:
@@ -67,17 +74,21 @@ class Overlap:
                 return True
         return False
 
-    def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """Every object schema that a value of `schema` has to satisfy."""
-        if not isinstance(schema, Mapping) or depth == 0:
-            return
-        yield schema
-        reference = schema.get("$ref")
-        if isinstance(reference, str):
-            yield from self._parts(self._resolve(reference), depth - 1)
-        branches = schema.get("allOf")
-        for branch in branches if isinstance(branches, list) else []:
-            yield from self._parts(branch, depth - 1)
+    def _parts(self, schema: Any, depth: int) -> list[Mapping[str, Any]]:
+        """The object schemas that a value of `schema` has to satisfy, each once; after too many steps not all, which can only hide a difference."""
+        found: dict[int, Mapping[str, Any]] = {}
+        schemas = [(schema, depth)]
+        while schemas and self._steps <= _STEPS:
+            part, depth = schemas.pop()
+            self._steps += 1
+            if not isinstance(part, Mapping) or depth == 0 or id(part) in found:
+                continue
+            found[id(part)] = part
+            if isinstance(part.get("$ref"), str):
+                schemas.append((self._resolve(part["$ref"]), depth - 1))
+            if isinstance(part.get("allOf"), list):
+                schemas += [(branch, depth - 1) for branch in part["allOf"][:_STEPS]]
+        return list(found.values())
 
     def _types(self, parts: list[Mapping[str, Any]]) -> set[str]:
         types = set(_TYPES)
@@ -91,6 +102,17 @@ class Overlap:
             if values is not None:
                 types &= {_type_of(value) for value in values}
         return types
+
+
+def requiring(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of `schema`, which is one of objects, that requires property `name` as well."""
+    required = schema.get("required", [])
+    return {**schema, "required": [*required, name] if isinstance(required, list) else required}
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    listed = schema.get("properties")
+    return listed if isinstance(listed, Mapping) else {}
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -72,7 +72,7 @@ def read_pattern(text: str) -> Pattern:
 
 def matches(regex: str, text: str) -> bool:
     """Whether all of `text` matches `regex`, as `read_pattern` wrote it, anchored or not. Takes time in the text's length alone, unlike Python's `re`."""
-    from llguidance import LLMatcher  # here, so that the table of fields, which checks schemas, loads no native module
+    from llguidance import LLMatcher  # here, so that reading a schema without "patternProperties" loads no native module
 
     matcher = LLMatcher(byte_vocabulary(), f"start: /{regex.removeprefix('^').removesuffix('$')}/", log_level=0)
     encoded = text.encode()

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pocketllm.text.schema_format import FORMATS
+from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.schema_pattern import read_pattern
 
 _MOST_CHARACTERS = 2_000  # a larger maxLength is taken for this: a character costs about ten of the 30,000 states that the limits of text/grammar.py allow
+
+_STRING_KEYWORDS = ("type", "minLength", "maxLength", "pattern", "format", "allOf")
 
 
 def string_expression(schema: Mapping[str, Any], without: str) -> str:
@@ -26,7 +29,13 @@ def string_expression(schema: Mapping[str, Any], without: str) -> str:
         parts.append(_terminal(read_pattern(schema["pattern"]).regex))
     if schema.get("format") in FORMATS:  # those of numbers say nothing of text
         parts.append(_terminal(FORMATS[schema["format"]]))
+    parts += [string_expression(part, without) for part in schema.get("allOf", ()) if isinstance(part, Mapping)]
     return f"({' & '.join(parts)})"
+
+
+def is_plain_string(schema: Any) -> bool:
+    """Whether `string_expression` says all that `schema` does of a string."""
+    return schema is True or (isinstance(schema, Mapping) and all(keyword in _STRING_KEYWORDS or is_annotation(keyword) for keyword in schema))
 
 
 def text_without(tag: str) -> str:

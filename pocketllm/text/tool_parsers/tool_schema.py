@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pocketllm.text.schema_keywords import is_annotation
+from pocketllm.text.schema_pointer import NOWHERE, pointed_to
 from pocketllm.text.tool_parsers.base import Tools
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _MAX_REFERENCES = 32
-_NOWHERE = object()
 
 
 class ToolSchema:
@@ -66,8 +66,8 @@ class ToolSchema:
         rest = dict(schema)
         if isinstance(reference := schema.get("$ref"), str):
             del rest["$ref"]
-            target = self._target(reference)
-            return (True if target is _NOWHERE else target), rest
+            target = pointed_to(self.document, reference)
+            return (True if target is NOWHERE else target), rest
         if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
             del rest["allOf"]
             return parts[0], rest
@@ -100,21 +100,6 @@ class ToolSchema:
         parts = [types for part in _listed(schema, "allOf") if (types := self._types(part, seen, depth - 1))]
         found.update(dict.fromkeys(name for name in (parts[0] if parts else ()) if all(name in types for types in parts)))
         return found
-
-    def _target(self, reference: str) -> Any:
-        """What a JSON pointer such as "#/$defs/Color" leads to, or _NOWHERE."""
-        if not reference.startswith("#"):
-            return _NOWHERE
-        target: Any = self.document
-        for part in reference[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping) and part in target:
-                target = target[part]
-            elif isinstance(target, list) and part.isascii() and part.isdigit() and int(part) < len(target):
-                target = target[int(part)]
-            else:
-                return _NOWHERE
-        return target
 
 
 def tool_schemas(tools: Tools) -> dict[str, ToolSchema]:

@@ -16,12 +16,13 @@ from pocketllm.text.schema_error import SchemaError
 from pocketllm.text.schema_keywords import is_annotation
 from pocketllm.text.tool_parsers.base import Tools
 from pocketllm.text.tool_parsers.call_json import write_json
-from pocketllm.text.tool_parsers.string_grammar import string_expression, text_without
+from pocketllm.text.tool_parsers.string_grammar import is_plain_string, string_expression, text_without
 from pocketllm.text.tool_parsers.tool_schema import ToolSchema, json_type, literals
 
 _NUMBER = r"/-?(?:0|[1-9][0-9]{0,15})(?:\.[0-9]{1,17})?(?:[eE][+-]?[0-9]{1,2})?/"  # any that a double can be
 _OBJECT_KEYS = ("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$ref")
 _NAMING = ("properties", "required", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")  # from where properties may come
+_TYPED = frozenset(("type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf"))  # what has a type of its own, or may have
 _MAX_DEPTH = 64
 _MAX_ALTERNATIVES = 500  # of one parameter
 _MAX_KEPT = 100_000  # characters of a grammar that is remembered
@@ -244,15 +245,20 @@ class CallGrammar:
             self._refuse(where, "the schema false", "Leave the parameter out")
         if not isinstance(schema, Mapping):
             schema = {}
-        if "allOf" in schema:
+        if "allOf" in schema and not (types == ("string",) and all(map(is_plain_string, (schema, *schema["allOf"])))):
             self._refuse(where, '"allOf"', "Send one schema")
         if (members := literals(schema)) is not None:
             return self._members(members, schema, types, where)
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                if extra := [other for other in schema if other != key and not is_annotation(other)]:
+                if extra := [other for other in schema if other not in (key, "type") and not is_annotation(other)]:
                     self._refuse(where, f'{summary(extra[0])} beside "{key}"', f'Say it in the branches of "{key}"')
-                return sum((self._forms(tool, where, branch, depth + 1) for branch in schema[key]), Forms())
+                branches = schema[key]
+                if "type" in schema:  # zod writes it once for all branches
+                    if not all(isinstance(branch, Mapping) and not branch.keys() & _TYPED for branch in branches):
+                        self._refuse(where, f'"type" beside "{key}"', f'Say it in the branches of "{key}"')
+                    branches = [{"type": schema["type"], **branch} for branch in branches]
+                return sum((self._forms(tool, where, branch, depth + 1) for branch in branches), Forms())
         others = [kind for kind in types if kind != "string"]
         text = string_expression(schema, self._value_end)
         return Forms(texts=(text,), values=tuple({**schema, "type": kind} for kind in others))

@@ -185,7 +185,8 @@ def test_long_bounded_text_does_not_exhaust_the_grammar() -> None:
         ({"type": "strin"}, "strin"),
         ({"type": "string", "pattern": "foo**"}, "foo**"),
         ({"type": "string", "enum": ["a", "bb"], "maxLength": 1}, "maxLength"),
-        ({"allOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "allOf"),
+        ({"allOf": [{"type": "string"}, {"anyOf": [{"minLength": 2}, {"pattern": "a"}]}]}, "allOf"),
+        ({"type": "string", "anyOf": [{"type": "string"}, {"enum": ["a"]}]}, '"type" beside "anyOf"'),
         ({"$ref": "#/$defs/missing", "pattern": "a"}, "$ref"),
         ({"allOf": [{"type": "string", "pattern": "^a"}], "pattern": "b$"}, '"pattern"'),
         ({"type": "array", "items": {"type": "string", "pattern": "foo**"}}, "foo**"),
@@ -307,3 +308,18 @@ def test_the_remedy_is_for_what_was_asked(tools: ToolUse, form: Any, remedy: str
         answer_form(request, QWEN, reasons=False)
     assert caught.value.message.endswith(f"; {remedy}")
     assert '"not"' in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$", "maxLength": 4}]}, ["ab", "axxb"], ["b", "a", "axxxb"]),
+        ({"type": "string", "minLength": 2, "allOf": [{"pattern": "^a"}, {"format": "hostname"}]}, ["ab"], ["a", "a b", "b"]),
+        ({"type": "string", "anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]}, ["1.2.3.4", "::1"], ["1.2.3", "x"]),
+        ({"type": "string", "format": "includes", "pattern": r"x\.y"}, ["ax.yb"], ["xy"]),
+    ],
+)
+def test_strings_with_several_conditions(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    grammar = QWEN.grammar([tool("f", ["s"], s=schema)], parallel=False)
+    form = "<tool_call>\n<function=f>\n<parameter=s>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert [allows(grammar, form.format(text)) for text in [*right, *wrong]] == [True] * len(right) + [False] * len(wrong)

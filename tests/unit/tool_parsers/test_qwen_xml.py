@@ -209,3 +209,14 @@ def test_the_syntax_is_known_by_the_template() -> None:
     assert isinstance(find_syntax("… <tool_call>\n<function=f>\n<parameter=a>", "qwen3_5_moe"), QwenXml)
     assert find_syntax('<tool_call>{"name": …}</tool_call>', "qwen3") is None
     assert find_syntax(None, "llama") is None
+
+
+@pytest.mark.parametrize(
+    ("reference", "arguments"),
+    [("#/$defs/a%20b~1", '{"x": 5}'), ("#/$defs/list/1", '{"x": 5}'), ("#/$defs/list/" + "9" * 5000, '{"x": "5"}'), ("#/nothing", '{"x": "5"}')],
+)
+def test_references_of_any_form_are_followed_or_let_be(reference: str, arguments: str) -> None:
+    parameters = {"properties": {"x": {"$ref": reference}}, "$defs": {"a b/": {"type": "integer"}, "list": [{}, {"type": "integer"}]}}
+    parser = QwenXml().parser([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert parser.feed("<tool_call><function=f><parameter=x>5</parameter></function></tool_call>") == ""
+    assert [call.arguments for call in parser.finish().calls] == [arguments]
