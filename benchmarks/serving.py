@@ -27,7 +27,7 @@ import psutil
 from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
 
-_LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 1000, 1000))
+_LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 320, 320), Load(64, 500, 500), Load(64, 1000, 1000))
 _SIDES = ("pocketllm", "bare")
 _BUSY = 0.9  # share of its core from which on the client may be what limits the figure
 _READY = re.compile(r"is ready at (http://\S+)")

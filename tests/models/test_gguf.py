@@ -44,7 +44,15 @@ VARIANTS = [
     Variant("qwen3-moe", "qwen3_moe", {**WIDE, **EXPERTS}),
 ]
 MOE = Variant("qwen3-moe", "qwen3_moe", {**WIDE, **EXPERTS})
-STEP_PARTS = {"llama": None, "qwen2": "biases", "qwen3": "normalised heads", "qwen3-moe": "normalised heads", "gemma3": "normalised heads", "llama-biases": "biases", "llama3": None}
+STEP_PARTS = {
+    "llama": None,
+    "qwen2": "biases",
+    "qwen3": "normalised heads",
+    "qwen3-moe": "normalised heads",
+    "gemma3": "normalised heads",
+    "llama-biases": "biases",
+    "llama3": None,
+}
 
 
 def save(variant: Variant, directory: Path, matrix_type: str) -> tuple[Checkpoint, PreTrainedModel]:
