@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from pocketllm.errors import ConfigurationError
 from pocketllm.text.answer import Answer, Reading
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import MAX_CHARACTERS, StopMatcher, StopSequences
+from pocketllm.text.tool_parsers.qwen_xml import QwenXml
 from tests.fake_serving import _byte_backend, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -98,6 +100,31 @@ def test_an_answer_is_the_same_however_its_ids_are_cut(
     assert (text, reasoning) == one_by_one[:2]
     assert answer.reasoning_tokens == one_by_one[2].reasoning_tokens
     assert answer.logprobs() == one_by_one[2].logprobs()
+
+
+CALL_TEXT = "<function=f>\n<parameter=a>\né 1\n</parameter>\n</function>\n</tool_call>"
+PARTS = ([START], [END], [CALL, *b"\n", *CALL_TEXT.encode()], [CALL], [*b"ab\n"], [*b"\n\n"], [*"🙂".encode()], [*CALL_TEXT.encode()[:30]])
+parts = st.lists(st.sampled_from(PARTS), max_size=6)
+
+
+@given(parts, st.booleans(), st.one_of(st.none(), st.lists(st.sampled_from(["ab", "\na", "🙂", "/tool", "é"]), min_size=1, max_size=2)), st.data())
+def test_calls_and_all_else_are_the_same_however_the_ids_are_cut(
+    found: list[list[int]], is_reasoning: bool, sequences: list[str] | None, data: st.DataObject
+) -> None:
+    token_ids = [id_ for part in found for id_ in part]
+    parser = functools.partial(QwenXml().parser, [{"type": "function", "function": {"name": "f"}}])
+    reading = Reading(TOKENIZER, StopSequences(sequences) if sequences else None, MARKERS, is_reasoning, parser, CALL)
+
+    def read_all(steps: Sequence[Sequence[int]]) -> tuple[str, str, list[tuple[str, str]], bool]:
+        answer = Answer(reading)
+        pieces = [*(answer.feed(ids) for ids in steps), answer.finish()]
+        calls = [(call.name, call.arguments) for piece in pieces for call in piece.calls]
+        return "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces), calls, answer.is_stopped
+
+    whole = read_all([token_ids])
+    assert read_all(pieces(data, token_ids)) == whole
+    assert read_all([[id_] for id_ in token_ids]) == whole
+    assert not (whole[2] and "<tool_call>" in whole[0])
 
 
 @given(st.text(alphabet="abé🙂\n", max_size=20), stops)
