@@ -121,7 +121,7 @@ def test_a_long_ranking_stops_no_other_stream() -> None:
                 longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
             content = (await request).json()["choices"][0]["logprobs"]["content"]
             assert len(content) == 6000
-            assert longest < 0.25 * (last - start)
+            assert longest < 0.6 * (last - start)  # on the loop itself it would be nearly all of it
 
     asyncio.run(run())
 
