@@ -8,7 +8,10 @@ from collections import deque
 
 from pocketllm.answer_reader import Item
 
-_REST = 1.0  # of the CPU time that the delivery took; waiting for a core, as on a machine that does more than this, earns none
+_SLICE = 4  # readers woken in one turn of the loop
+_PAUSE = 0.001  # seconds, between two turns, while a request waits for its first token
+_PAUSES = 3  # most of them in one delivery
+_REST = 1.5  # of the CPU time that the delivery took; waiting for a core, as on a machine that does more than this, earns none
 _LEAST_REST, _MOST_REST = 0.0005, 0.01  # seconds; less is not worth a timer, and one reader's heavy work must not stop the others for long
 
 
@@ -28,6 +31,15 @@ class Inbox:
         self._items: deque[tuple[Mailbox, Item]] = deque()
         self._is_called = False  # set by the engine's thread, cleared by the loop's
         self._is_resting = False
+        self._expected: set[Mailbox] = set()
+
+    def expect(self, mailbox: Mailbox) -> None:
+        """A request is being submitted, and its first step is to come. Called on the loop's thread."""
+        self._expected.add(mailbox)
+
+    def forget(self, mailbox: Mailbox) -> None:
+        """It was not submitted after all."""
+        self._expected.discard(mailbox)
 
     def put(self, mailbox: Mailbox, item: Item) -> None:
         """Deliver `item`. Called on the engine's thread.
@@ -48,6 +60,7 @@ class Inbox:
     def _deliver_firsts(self) -> None:
         while self._firsts:
             mailbox, item = self._firsts.popleft()
+            self._expected.discard(mailbox)
             mailbox.put(item)
 
     def _answer_call(self) -> None:
@@ -59,10 +72,23 @@ class Inbox:
         self._is_called = False
         count = len(self._items)  # a row's first step was sent before any of these, so it is among the firsts by now
         self._deliver_firsts()
+        readers: dict[Mailbox, None] = {}
         for _ in range(count):
             mailbox, item = self._items.popleft()
-            mailbox.put(item)
-        self._loop.call_soon(self._rest, began)  # which comes after the readers that have been woken
+            mailbox.items.append(item)
+            readers[mailbox] = None
+        self._wake(deque(readers), _PAUSES, began)
+
+    def _wake(self, readers: deque[Mailbox], pauses: int, began: float) -> None:
+        """Wake some of `readers`, and the others after a turn of the loop, or, while a new request waits, after a pause that leaves the processor to it."""
+        for _ in range(min(_SLICE, len(readers))):
+            readers.popleft().wake()
+        if not readers:
+            self._loop.call_soon(self._rest, began)  # which comes after the readers that have been woken
+        elif self._expected and pauses:
+            self._loop.call_later(_PAUSE, self._wake, readers, pauses - 1, began)
+        else:
+            self._loop.call_soon(self._wake, readers, pauses, began)
 
     def _rest(self, began: float) -> None:
         rest = min(_REST * (time.thread_time() - began), _MOST_REST)
@@ -89,7 +115,7 @@ class Mailbox:
     def put(self, item: Item) -> None:
         """One more step. Called on the loop's thread."""
         self.items.append(item)
-        self._wake()
+        self.wake()
 
     async def wait(self, until: float | None) -> None:
         """Return once there is an item, or at time `until` of the loop; sometimes before, with neither."""
@@ -115,10 +141,11 @@ class Mailbox:
             self._timer.cancel()
             self._timer = None
 
-    def _ring(self) -> None:
-        self._timer = None
-        self._wake()
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There is something to read."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.wake()

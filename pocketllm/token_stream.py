@@ -121,7 +121,13 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
                 active.drop()
                 return
             self._reader = reader
-            active.submit(prepared, _put_on(self._service.inbox(), self._mailbox, active))
+            inbox = self._service.inbox()
+            inbox.expect(self._mailbox)
+            try:
+                active.submit(prepared, _put_on(inbox, self._mailbox, active))
+            except BaseException:
+                inbox.forget(self._mailbox)
+                raise
         except BaseException:
             self._is_over = True
             raise
