@@ -115,3 +115,29 @@ def test_waiting_ends_at_its_time_whatever_timer_is_left_over() -> None:
         return time.perf_counter() - began
 
     assert 0.19 <= asyncio.run(run()) < 1.0
+
+
+@pytest.mark.parametrize("end", ["comes", "is forgotten", "stays away"])
+def test_readers_that_are_due_let_a_new_request_go_first(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """And they do not wait for one that stays away, as one does that is queued behind a full batch."""
+    monkeypatch.setattr("pocketllm.inbox._PAUSE", 0.02)
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        inbox, new, readers = Inbox(loop), Mailbox(), [Mailbox() for _ in range(20)]
+        for reader in readers:
+            inbox.put(reader, (0, step(0)))
+            await read(reader, 1)
+        inbox.expect(new)
+        for reader in readers:
+            inbox.put(reader, (0, step(1)))
+        start = loop.time()
+        if end == "comes":
+            inbox.put(new, (0, step(0)))
+        elif end == "is forgotten":
+            inbox.forget(new)
+        await asyncio.wait_for(asyncio.gather(*(read(reader, 1) for reader in readers)), 10)
+        return loop.time() - start
+
+    taken = asyncio.run(run())
+    assert taken >= 0.05 if end == "stays away" else taken < 0.05
