@@ -128,6 +128,8 @@ def test_readers_that_are_due_let_a_new_request_go_first(monkeypatch: pytest.Mon
         for reader in readers:
             inbox.put(reader, (0, step(0)))
             await read(reader, 1)
+        reading = asyncio.gather(*(read(reader, 1) for reader in readers))
+        await asyncio.sleep(0)  # until they wait
         inbox.expect(new)
         for reader in readers:
             inbox.put(reader, (0, step(1)))
@@ -136,7 +138,7 @@ def test_readers_that_are_due_let_a_new_request_go_first(monkeypatch: pytest.Mon
             inbox.put(new, (0, step(0)))
         elif end == "is forgotten":
             inbox.forget(new)
-        await asyncio.wait_for(asyncio.gather(*(read(reader, 1) for reader in readers)), 10)
+        await asyncio.wait_for(reading, 10)
         return loop.time() - start
 
     taken = asyncio.run(run())
