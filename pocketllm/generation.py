@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
@@ -31,6 +33,7 @@ from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
 from pocketllm.sampling_params import MAX_SEED
+from pocketllm.splitmix import splitmix64
 from pocketllm.text.answer import Reading
 from pocketllm.text.chat_template import PromptFormat, load_chat_template
 from pocketllm.text.grammar import AfterReasoning, GrammarCompiler
@@ -283,13 +286,8 @@ class GenerationService:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of choice `choice` of a request: its own for choice 0, else output number `choice` of SplitMix64 (Steele, Lea and Flood, 2014) from it, 63 bits."""
-    if choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
-    return (mixed ^ mixed >> 31) & MAX_SEED
+    """Seed of choice `choice` of a request: its own for choice 0, else number `choice`, from 1, of the SplitMix64 stream that begins at it, 63 bits."""
+    return seed if choice == 0 else int(splitmix64(np.uint64(seed), np.uint64(choice - 1))) & MAX_SEED
 
 
 def _first(value: T | None, default: T | None, fallback: T) -> T:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pocketllm.backends.base import EngineRequest
+from pocketllm.splitmix import splitmix64
 
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
 _CANDIDATES = 256  # ids with noise of their own; a nucleus is rarely larger, and beside them the others are rarely drawn
@@ -26,21 +26,12 @@ _BYTE_BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axi
 
 
 def gumbel(seed: int, draw: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Gumbel noise of each of `ids` at draw number `draw` of a row with `seed`: output number id + 1 of a SplitMix64 stream (Steele, Lea and Flood, 2014)
+    """Gumbel noise of each of `ids` at draw number `draw` of a row with `seed`: output number id + 1 of a SplitMix64 stream
     whose start is output number `draw` of the one that starts from the mixed seed."""
-    start = _splitmix(_splitmix(np.uint64(seed), np.uint64(0)), np.uint64(draw))
-    uniform = ((_splitmix(start, (ids + 1).astype(np.uint64)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    start = splitmix64(splitmix64(np.uint64(seed), np.uint64(0)), np.uint64(draw))
+    uniform = ((splitmix64(start, (ids + 1).astype(np.uint64)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
     noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise
-
-
-def _splitmix(start: Any, index: Any) -> Any:
-    """Output number `index` of the SplitMix64 stream that begins at `start`; both uint64, and of one shape or single."""
-    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
-        mixed = start + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ mixed >> np.uint64(31)
 
 
 def sample(
