@@ -41,9 +41,7 @@ from pocketllm.protocol.conditions import (
     real,
     whole,
 )
-from pocketllm.protocol.refusals import checked_text as checked_text
-from pocketllm.protocol.refusals import refusal as refusal
-from pocketllm.protocol.refusals import summary as summary
+from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.tools import MAX_TOOLS, TOOL_CHOICES, are_tools, can_be_chosen, has_no_strict_tool, is_tool_choice
 from pocketllm.sampling_params import MAX_CHOICES, MAX_SEED, MAX_TEMPERATURE, MAX_TOP_K
 

@@ -17,7 +17,8 @@ from pocketllm.backends.base import Capabilities
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.errors import ConfigurationError, PocketLLMError, UnsupportedFeatureError
 from pocketllm.protocol.features import GUIDE_FLAGS, SURFACES, Surface, features
-from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields, summary
+from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields
+from pocketllm.protocol.refusals import summary
 from pocketllm.server.body import parse_json
 from tests.fake_serving import chat_body, fake, in_process
 
