@@ -39,15 +39,13 @@ def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reason
     if tools is not None and tools.is_forced:
         used = syntax or JSON_CALLS
         return AnswerForm(used.grammar(tools.callable, parallel=tools.parallel, instead=_instead(request, syntax)), "tools", used)
-    if wanted is not None and (tools is None or syntax is None):
+    if wanted is not None and (tools is None or syntax is None or tools.choice == "none"):
         return AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
     if syntax is None or "messages" not in request.metadata:
         return AnswerForm()
     if tools is None:  # a call that nobody offered is one all the same, whose arguments are text
         return AnswerForm(syntax=syntax if request.reports_calls else None)
     if tools.choice == "none":
-        if wanted is not None:
-            return AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
         return AnswerForm(syntax.grammar_without_calls(), "tool_choice")
     read = syntax if request.reports_calls else None
     if wanted is not None:

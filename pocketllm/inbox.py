@@ -18,8 +18,9 @@ _LEAST_REST, _MOST_REST = 0.0005, 0.01  # seconds; less is not worth a timer, an
 class Inbox:
     """Takes the steps of all requests to one event loop, waking it once for all that came meanwhile.
 
-    A loop that a delivery kept busy leaves further steps lying for as long, so that requests, whose first tokens never wait, and everything
-    else get their turn. Readers then find several steps at once, which cost little more than one.
+    A delivery wakes its readers a few at a time, and pauses while a submitted request waits for its first token; a loop that it kept busy
+    leaves further steps lying for a while. So requests, whose first tokens never wait, and everything else get their turn, and readers find
+    several steps at once, which cost little more than one.
 
     Args:
         loop: the event loop.
