@@ -9,7 +9,7 @@ from typing import Any
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
-from pocketllm.torch_engine.models.decoder_spec import Experts
+from pocketllm.torch_engine.models.decoder_spec import Experts, only
 
 _KINDS = ("linear_attention", "full_attention")
 _COUNTS = (
@@ -73,12 +73,7 @@ class Qwen3_5Config:
         UnsupportedFeatureError: the config asks for a variant that this model does not compute.
         """
         config = checkpoint.config
-        for key, wanted in _ONLY.items():
-            if (found := config.get(key, wanted)) != wanted:
-                raise UnsupportedFeatureError(
-                    f"{checkpoint.path} has {key} = {found!r}, which is not supported for {checkpoint.architecture} yet (only {wanted!r}): use another model.",
-                    param="model",
-                )
+        only(checkpoint, **_ONLY)
         has_experts = checkpoint.architecture.startswith("qwen3_5_moe")
         size_key = "shared_expert_intermediate_size" if has_experts else "intermediate_size"
         for key in (*_COUNTS, *(_EXPERT_COUNTS if has_experts else (size_key,))):
