@@ -12,13 +12,14 @@ import numpy.typing as npt
 import pytest
 import torch
 from test_sampler import assert_distribution, reference
-from tiny_backend import Listener, run, tiny_backend
+from tiny_backend import tiny_backend
 from tiny_llama import tiny_tensors
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.sampler import sample
 from tests.id_constraint import IdConstraint
+from tests.row_listener import Listener, run
 
 SAMPLINGS = [(0.0, 1.0, 0), (1.0, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 3), (0.8, 0.7, 4), (1.0, 1.0, 1)]
 

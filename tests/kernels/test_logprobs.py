@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from test_model_runner import Plane
-from tiny_backend import run, tiny_backend
+from tiny_backend import tiny_backend
 from tiny_llama import tiny_tensors, write_tiny_llama
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.logprobs import LOWEST, rank
 from pocketllm.torch_engine.scheduler import Row
 from tests.id_constraint import IdConstraint
+from tests.row_listener import run
 
 
 def oracle(logits: torch.Tensor) -> list[tuple[int, float]]:

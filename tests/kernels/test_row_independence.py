@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_backend import WAIT, Listener, run, tiny_backend
+from tiny_backend import tiny_backend
 from tiny_llama import tiny_tensors
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.errors import PocketLLMError
 from tests.id_constraint import IdConstraint
+from tests.row_listener import WAIT, Listener, run
 
 SEEDED = EngineRequest("seeded", (3, 1, 4), 16, 1.2, 0.95, 0, 77)
 

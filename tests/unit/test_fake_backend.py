@@ -15,28 +15,7 @@ from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.errors import ConfigurationError, PocketLLMError
 from tests.id_constraint import IdConstraint
-
-WAIT = 20.0
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.outputs: list[StepOutput] = []
-        self.ended = threading.Event()
-
-    def __call__(self, output: StepOutput) -> None:
-        assert not self.ended.is_set(), "something follows a finish"
-        self.outputs.append(output)
-        if output.finish_reason is not None:
-            self.ended.set()
-
-    def end(self) -> StepOutput:
-        assert self.ended.wait(WAIT)
-        return self.outputs[-1]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token_id for output in self.outputs for token_id in output.token_ids]
+from tests.row_listener import WAIT, Listener, run
 
 
 @contextmanager
@@ -47,15 +26,6 @@ def fake(**options: Any) -> Iterator[FakeBackend]:
         yield backend
     finally:
         backend.close()
-
-
-def run(backend: FakeBackend, *requests: EngineRequest) -> list[Listener]:
-    listeners = [Listener() for _ in requests]
-    for request, listener in zip(requests, listeners, strict=True):
-        backend.submit(request, listener)
-    for listener in listeners:
-        listener.end()
-    return listeners
 
 
 def request(name: str = "a", max_tokens: int = 20, **options: Any) -> EngineRequest:
