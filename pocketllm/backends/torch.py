@@ -81,6 +81,7 @@ class TorchBackend(Backend):
 
         from pocketllm.torch_engine.block_pool import BlockPool
         from pocketllm.torch_engine.layers.attention import KVCache
+        from pocketllm.torch_engine.layers.cpu import CpuDevice
         from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
         from pocketllm.torch_engine.model_runner import ModelRunner
         from pocketllm.torch_engine.models.registry import HYBRIDS, MODELS
@@ -105,7 +106,8 @@ class TorchBackend(Backend):
 
         with torch.inference_mode():
             build = MODELS[self._checkpoint.architecture]
-            model = build(self._checkpoint, dtype, self._context_length, on_layer, native_threads=self._num_threads if self._native_kernels else 0)
+            device = CpuDevice(dtype, self._num_threads if self._native_kernels else 0)
+            model = build(self._checkpoint, device, self._context_length, on_layer)
             sizes = (num_kv_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
             if hybrid is None or states is None:
                 cache = KVCache(*sizes)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.scheduler import ScheduledRow
 
 _LEAST_PIECE = 64  # tokens of a prompt that attend together: a narrow window is not worth a call for each of its tokens
@@ -81,6 +82,16 @@ class Batch:
     def state_slots(self) -> list[int]:
         """Slot of the recurrent state of each of `rows`, in a hybrid model."""
         return [scheduled.row.state_slot for scheduled in self.rows]
+
+    def rotation(self, rope: RotaryEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the tokens' positions under `rope`, as RotaryEmbedding.at gives them."""
+        if rope not in self._rotations:
+            self._rotations[rope] = rope.at(self.positions)
+        return self._rotations[rope]
+
+    @cached_property
+    def _rotations(self) -> dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @cached_property
     def decode_blocks(self) -> torch.Tensor | slice:

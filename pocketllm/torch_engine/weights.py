@@ -68,6 +68,59 @@ class StoredTensor:
         return StoredTensor(self.name, self.type, (order.numel(), *self.shape[1:]), blocks, values, scales)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """Matrices that share their input, to be stacked, and their biases, as many or none."""
+
+    tensors: list[StoredTensor]
+    biases: list[StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFeedForward:
+    """A dense feed-forward, or one expert.
+
+    Args:
+        gate_up: gate before up.
+        down: from the inner values to the hidden ones.
+        activation: of the gate, as config.json calls it.
+    """
+
+    gate_up: StoredMatrix
+    down: StoredMatrix
+    activation: str
+
+    @property
+    def linears(self) -> list[StoredTensor]:
+        return [*self.gate_up.tensors, *self.down.tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """A mixture of experts.
+
+    Args:
+        router: [num_experts, hidden_size] float32.
+        experts: in the router's order.
+        top_k: experts a token.
+        normalize: divide the chosen experts' shares by their sum.
+        shared: an expert that all tokens have besides, or None.
+        shared_gate: [1, hidden_size] float32, whose sigmoid is the share of that one.
+    """
+
+    router: torch.Tensor
+    experts: list[StoredFeedForward]
+    top_k: int
+    normalize: bool
+    shared: StoredFeedForward | None = None
+    shared_gate: torch.Tensor | None = None
+
+    @property
+    def linears(self) -> list[StoredTensor]:
+        parts = self.experts if self.shared is None else [*self.experts, self.shared]
+        return [tensor for part in parts for tensor in part.linears]
+
+
 class Weights:
     """Hands out a checkpoint's tensors by Hugging Face name, each once, and notices what is missing or left over.
 

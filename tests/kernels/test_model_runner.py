@@ -12,6 +12,7 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import Draw, ModelRunner
 from pocketllm.torch_engine.models.llama import Llama
@@ -25,7 +26,7 @@ class Plane:
 
     def __init__(self, directory: Path, num_blocks: int, chunk: int = 0) -> None:
         with torch.inference_mode():
-            model = Llama(open_checkpoint(directory), torch.float32, 64, lambda done: None)
+            model = Llama(open_checkpoint(directory), CpuDevice(torch.float32), 64, lambda done: None)
         cache = KVCache(CONFIG["num_hidden_layers"], num_blocks, BLOCK_SIZE, CONFIG["num_key_value_heads"], CONFIG["head_dim"], torch.float32)
         self.runner = ModelRunner(model, cache, BLOCK_SIZE, 1)
         self.masks = Masks(CONFIG["vocab_size"])

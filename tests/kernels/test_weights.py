@@ -15,6 +15,7 @@ from tiny_llama import CONFIG, tiny_tensors, write_tiny_llama
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.gguf_file import open_gguf
+from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
@@ -22,7 +23,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def load(directory: Path) -> Llama:
-    return Llama(open_checkpoint(directory), torch.float32, 64, lambda done: None)
+    return Llama(open_checkpoint(directory), CpuDevice(torch.float32), 64, lambda done: None)
 
 
 def message_of(directory: Path) -> str:
@@ -37,7 +38,7 @@ def message_of(directory: Path) -> str:
 def test_a_whole_checkpoint_loads(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, tiny_tensors())
     layers: list[int] = []
-    model = Llama(open_checkpoint(tmp_path), torch.float32, 64, layers.append)
+    model = Llama(open_checkpoint(tmp_path), CpuDevice(torch.float32), 64, layers.append)
     assert layers == [1, 2]
     assert model.num_bytes >= 2 * 50 * 32 * 4
 
@@ -81,7 +82,7 @@ def test_a_file_that_changed_since_its_header_was_read(fault: str, tmp_path: Pat
     else:
         save_file({"something": torch.zeros(3)}, file)
     with pytest.raises(ConfigurationError) as caught:
-        Llama(checkpoint, torch.float32, 64, lambda done: None)
+        Llama(checkpoint, CpuDevice(torch.float32), 64, lambda done: None)
     assert str(file) in str(caught.value)
     assert "can't be read" in str(caught.value)
     assert "download the file again" in str(caught.value)

@@ -18,6 +18,7 @@ from pocketllm.torch_engine.batch import build_batch
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.kernels.native import library
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.models.registry import MODELS
 from pocketllm.torch_engine.scheduler import Scheduler
 from tests.models.plane import check_close, expected_logits
@@ -111,7 +112,7 @@ def parts(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.ndar
 @torch.inference_mode()
 def compute(checkpoint: Checkpoint, dtype: torch.dtype | None, threads: int = 0) -> tuple[str, list[torch.Tensor]]:
     """What the model says of its kernels, and logits of PROMPTS: their beginnings as prompts, then token by token, together."""
-    model = MODELS[checkpoint.architecture](checkpoint, dtype, 128, lambda done: None, native_threads=threads)
+    model = MODELS[checkpoint.architecture](checkpoint, CpuDevice(dtype, threads), 128, lambda done: None)
     config = checkpoint.config
     kv_dtype = torch.float16 if threads else torch.float32
     cache = KVCache(config["num_hidden_layers"], 40, 16, config["num_key_value_heads"], config["head_dim"], kv_dtype)

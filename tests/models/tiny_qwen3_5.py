@@ -12,6 +12,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTe
 from pocketllm.backends.base import EngineRequest
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import Draw, ModelRunner
@@ -230,6 +231,6 @@ class Plane:
 def load(directory: Path) -> Qwen3_5:
     checkpoint = open_checkpoint(directory)
     with torch.inference_mode():
-        model = MODELS[checkpoint.architecture](checkpoint, torch.float32, SIZES["max_position_embeddings"], lambda done: None)
+        model = MODELS[checkpoint.architecture](checkpoint, CpuDevice(torch.float32), SIZES["max_position_embeddings"], lambda done: None)
     assert isinstance(model, Qwen3_5)
     return model

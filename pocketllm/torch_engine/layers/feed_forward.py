@@ -1,4 +1,4 @@
-"""The feed-forward part of a decoder layer: dense, or a mixture of experts."""
+"""The feed-forward part of a decoder layer on the CPU: dense, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pocketllm.torch_engine.layers.linear import Linear
 
 
-class FeedForward(Protocol):
+class TokenWise(Protocol):
     """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape and dtype."""
 
     num_bytes: int
@@ -45,7 +45,7 @@ class MixtureOfExperts:
         normalize: divide the chosen shares by their sum.
     """
 
-    def __init__(self, router: torch.Tensor, experts: Sequence[FeedForward], top_k: int, *, normalize: bool) -> None:
+    def __init__(self, router: torch.Tensor, experts: Sequence[TokenWise], top_k: int, *, normalize: bool) -> None:
         self._router, self._experts, self._top_k, self._normalize = router, experts, top_k, normalize
         self.num_bytes = router.nbytes + sum(expert.num_bytes for expert in experts)
 
@@ -66,3 +66,15 @@ class MixtureOfExperts:
                 mixed.index_add_(0, mine, expert(x[mine]).float() * weights[start : start + count])
                 start += count
         return mixed.to(x.dtype)
+
+
+class SharedExpert:
+    """mixture(x) + sigmoid(gate x) * shared(x). gate: [1, hidden_size] float32."""
+
+    def __init__(self, mixture: MixtureOfExperts, shared: GatedFeedForward, gate: torch.Tensor) -> None:
+        self._mixture, self._shared, self._gate = mixture, shared, gate
+        self.num_bytes = mixture.num_bytes + shared.num_bytes + gate.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        share = torch.nn.functional.linear(x.float(), self._gate).sigmoid_()  # [num_tokens, 1]
+        return self._mixture(x) + (self._shared(x) * share).to(x.dtype)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from pocketllm.torch_engine.batch import Batch
-from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.state_cache import StateCache, StateShape
 
 CHUNK = 64
@@ -59,43 +58,43 @@ class DeltaNetSizes:
 
 
 class GatedDeltaNet:
-    """One layer's mixer.
+    """One layer's mixer, between its projections.
 
     Args:
         sizes: heads and widths.
-        in_proj: hidden -> [queries, keys, values | gate z | beta | decay], [conv_dim + value_size + 2 * num_value_heads] wide.
         conv_weight: [conv_kernel, conv_dim] float32, the oldest token's first.
         decay_rate: [num_value_heads] float32, below 0: -exp(A_log).
         dt_bias: [num_value_heads] float32.
         norm_weight: [value_dim] float32.
         norm_eps: of the output's norm.
-        out_proj: value_size -> hidden.
     """
 
     def __init__(
         self,
         sizes: DeltaNetSizes,
-        in_proj: Linear,
         conv_weight: torch.Tensor,
         decay_rate: torch.Tensor,
         dt_bias: torch.Tensor,
         norm_weight: torch.Tensor,
         norm_eps: float,
-        out_proj: Linear,
     ) -> None:
         self.sizes = sizes
-        self._in_proj, self._out_proj = in_proj, out_proj
         self._conv_weight = conv_weight.contiguous()
         self._decay_rate, self._dt_bias = decay_rate, dt_bias
         self._norm_weight, self._norm_eps = norm_weight, norm_eps
         heads = torch.arange(sizes.num_value_heads)
         self._key_heads = heads % sizes.num_key_heads if sizes.tiled else heads // (sizes.num_value_heads // sizes.num_key_heads)
-        self.num_bytes = in_proj.num_bytes + out_proj.num_bytes
 
-    def __call__(self, x: torch.Tensor, batch: Batch, states: StateCache, layer: int) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape and dtype. Reads and writes the rows' states of `layer`."""
+    def __call__(self, mixed: torch.Tensor, batch: Batch, states: StateCache, layer: int) -> torch.Tensor:
+        """Mix the tokens of each row, reading and writing the rows' states of `layer`.
+
+        Args:
+            mixed: [num_tokens, conv_dim + value_size + 2 * num_value_heads] float32: queries, keys, values, gate z, beta, decay.
+
+        Returns:
+            [num_tokens, value_size] float32.
+        """
         sizes, count = self.sizes, batch.num_decode
-        mixed = self._in_proj(x).float()
         qkv, z, b, a = mixed.split([sizes.conv_dim, sizes.value_size, sizes.num_value_heads, sizes.num_value_heads], dim=-1)
         beta = b.sigmoid()  # [num_tokens, num_value_heads]
         decay = self._decay_rate * F.softplus(a + self._dt_bias)  # [num_tokens, num_value_heads]
@@ -109,7 +108,7 @@ class GatedDeltaNet:
             parts.append(chunked_delta_rule(query, key, value, decay[tokens], beta[tokens], states.recurrent[layer][slot], self._key_heads))
         read = parts[0] if len(parts) == 1 else torch.cat(parts)  # [num_tokens, num_value_heads, value_dim]
         gated = gated_rms_norm(read, z.unflatten(-1, (sizes.num_value_heads, sizes.value_dim)), self._norm_weight, self._norm_eps)
-        return self._out_proj(gated.flatten(1).to(x.dtype))
+        return gated.flatten(1)
 
     def _decode(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, batch: Batch, states: StateCache, layer: int) -> torch.Tensor:
         """One token a row: qkv [num_rows, conv_dim] -> [num_rows, num_value_heads, value_dim]."""

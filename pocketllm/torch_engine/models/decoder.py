@@ -11,16 +11,15 @@ import torch
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.batch import Batch
-from pocketllm.torch_engine.kernels.native import DecodeLayer, DecodeStep, Q4Linear, Team, pack_q4, pack_q8, unsuited
-from pocketllm.torch_engine.layers.activation import GATED_ACTIVATIONS
-from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
-from pocketllm.torch_engine.layers.embedding import Embedding
-from pocketllm.torch_engine.layers.feed_forward import FeedForward, GatedFeedForward, MixtureOfExperts
-from pocketllm.torch_engine.layers.linear import Biased, Linear, build_head, build_linear, default_dtype
-from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
-from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
-from pocketllm.torch_engine.models.decoder_spec import DecoderSpec, Rope
-from pocketllm.torch_engine.models.stored_layer import StoredFeedForward, StoredLayer, StoredMatrix, take_head, take_layer
+from pocketllm.torch_engine.device_batch import DeviceBatch
+from pocketllm.torch_engine.kernels.native import DecodeLayer, DecodeStep, Q4Linear, Team, pack_q8
+from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.cpu import CpuAddition, CpuFeedForward, CpuLayers, CpuProjection
+from pocketllm.torch_engine.layers.device import Addition, AnyBatch, AttentionSpec, Device, FeedForward, Layers, Mixer, Norm, Projection
+from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward
+from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.models.decoder_spec import DecoderSpec
+from pocketllm.torch_engine.models.stored_layer import StoredLayer, take_head, take_layer
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 _GGUF_LAYER_NAMES = {
@@ -43,18 +42,12 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer, ready to compute. Norms after attention and feed-forward are None where the architecture has none."""
+    """One layer, ready to compute."""
 
-    window: int | None
-    rope: int
-    input_norm: RMSNorm
-    qkv: Linear
-    head_norm: HeadNorm | None
-    output: Linear
-    attention_norm: RMSNorm | None
-    feed_forward_input_norm: RMSNorm
+    qkv: Projection
+    attention: Mixer
+    output: Addition
     feed_forward: FeedForward
-    feed_forward_norm: RMSNorm | None
 
 
 class Decoder(ABC):
@@ -82,9 +75,7 @@ class Decoder(ABC):
         module, _, kind = rest.rpartition(".")
         return f"blk.{layer}.{(_GGUF_LAYER_NAMES | cls.gguf_layer_names)[module]}.{kind}"
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self.spec = spec = self.read_spec(checkpoint)
         scaling = spec.rope.scaling
         has_factors = scaling is not None and scaling["rope_type"] == "frequency_factors"
@@ -92,27 +83,29 @@ class Decoder(ABC):
         weights = Weights(checkpoint, self.gguf_name, frozenset(info.name for info in checkpoint.tensors if info.name.endswith(".rotary_emb.inv_freq")))
         table = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
         head = take_head(checkpoint, weights, table, tied=spec.tie_word_embeddings)
-        norm = weights.take("model.norm.weight", (spec.hidden_size,)).float() + spec.norm_offset
+        norm = weights.take("model.norm.weight", (spec.hidden_size,))
         factors = weights.take("rope_freqs.weight", (spec.head_dim // 2,)).float() if has_factors else None
         stored = [take_layer(weights, spec, index) for index in range(spec.num_hidden_layers)]
         weights.finish()
-        obstacle = _native_obstacle(spec, stored, head, dtype, native_threads)
-        team = Team(native_threads) if obstacle is None else None
-        other = spec.unsuited_for_decode_step
-        self.native_kernels = obstacle or ("in use" if other is None else f"in use for products alone, since the model has {other}")
-        self.compute_dtype = dtype or (torch.float32 if team is not None else default_dtype())
-        self._embedding = Embedding(table, exact=self.compute_dtype == torch.float32)
-        self._norm = RMSNorm(norm, spec.rms_norm_eps, torch.float32)
-        self._ropes = [_build_rope(spec, rope, max_model_len, factors) for rope in (spec.rope, spec.local_rope) if rope is not None]
-        builder = _Builder(spec, self.compute_dtype, team)
+        layers = device.layers([tensor for layer in stored for tensor in layer.linears], head, spec.head_dim)
+        self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
+        self._embedding = layers.embedding(table)
+        ropes = [layers.rope(spec.head_dim, rope.theta, max_model_len, rope.scaling, factors) for rope in (spec.rope, spec.local_rope) if rope is not None]
+        self._rope = ropes[0]
         self._layers: list[_Layer] = []
         for index, layer in enumerate(stored):
-            self._layers.append(builder.layer(layer, spec.windows[index]))
+            window = spec.windows[index]
+            self._layers.append(_build_layer(layers, spec, layer, window, ropes[0 if window is None else -1]))
             on_layer(index + 1)
-        self._head = build_head(head, self.compute_dtype) if team is None else None
         # Of a model whose layers it can't compute, the native step computes the logits.
+        other = spec.unsuited_for_decode_step
+        final_norm = layers.norm(norm, spec.rms_norm_eps, spec.norm_offset)
+        team = layers.team if isinstance(layers, CpuLayers) else None
         self._native_layers = team is not None and other is None
-        self._decode_step = None if team is None else _build_step(spec, self._layers if self._native_layers else [], norm, head, team)
+        self._decode_step = None if team is None else _build_step(spec, self._layers if self._native_layers else [], final_norm, head, team)
+        if team is not None and other is not None:
+            self.native_kernels = f"in use for products alone, since the model has {other}"
+        self._head = layers.head(final_norm, head) if team is None else None
         weights.release()
 
     @property
@@ -128,19 +121,18 @@ class Decoder(ABC):
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
         return self._native_layers and cache.dtype == torch.float16 and batch.num_decode > 0
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        turns = [rope.at(batch.positions) for rope in self._ropes]
+    def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         hidden = self._embedding(batch.token_ids)
         if self.spec.embedding_scale != 1.0:
             hidden *= self.spec.embedding_scale
-        count = batch.num_decode
-        if self._decode_step is None or not self.is_native(batch, cache):
-            self._run_layers(hidden, turns, batch, cache)
+        if self._decode_step is None or isinstance(batch, DeviceBatch) or not self.is_native(batch, cache):
+            self._run_layers(hidden, batch, cache)
             return hidden
-        cos, sin = turns[0]
+        count = batch.num_decode
+        cos, sin = batch.rotation(self._rope)
         self._decode_step.layers(hidden[:count], cos[:count, 0], sin[:count, 0], batch.decode_tables, batch.decode_lengths, cache.blocks)
         if batch.prefills:
-            self._run_layers(hidden[count:], [(cos[count:], sin[count:])], batch.prefill_part(), cache)
+            self._run_layers(hidden[count:], batch.prefill_part(), cache)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -148,95 +140,43 @@ class Decoder(ABC):
             logits = self._decode_step.logits(hidden)
         else:
             assert self._head is not None
-            logits = self._head(self._norm(hidden))
+            logits = self._head(hidden)
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
-    def _run_layers(self, hidden: torch.Tensor, turns: list[tuple[torch.Tensor, torch.Tensor]], batch: Batch, cache: KVCache) -> None:
-        """The layers as torch operators, changing `hidden` [num_tokens, hidden_size] in place."""
-        spec = self.spec
-        num_q, num_kv = spec.num_attention_heads, spec.num_key_value_heads
-        activations = _activation_dtype(self.compute_dtype)
+    def _run_layers(self, hidden: torch.Tensor, batch: AnyBatch, cache: KVCache) -> None:
+        """The layers, changing `hidden` [num_tokens, hidden_size] in place."""
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.input_norm(hidden)).unflatten(-1, (num_q + 2 * num_kv, spec.head_dim))
-            heads = qkv[:, : num_q + num_kv]
-            if layer.head_norm is not None:
-                heads = layer.head_norm(heads)
-            rotated = rotate(heads, *turns[layer.rope]).to(cache.dtype)
-            cache.write(index, batch.slot_mapping, rotated[:, num_q:], qkv[:, num_q + num_kv :].to(cache.dtype))
-            attended = paged_attention(rotated[:, :num_q], cache, index, batch, spec.attention_scale, layer.window)
-            output = layer.output(attended.to(activations))
-            hidden += output if layer.attention_norm is None else layer.attention_norm(output.float())
-            output = layer.feed_forward(layer.feed_forward_input_norm(hidden))
-            hidden += output if layer.feed_forward_norm is None else layer.feed_forward_norm(output.float())
+            layer.output.add(hidden, layer.attention(layer.qkv(hidden), batch, cache, index))
+            layer.feed_forward.add(hidden)
 
 
-class _Builder:
-    """Brings stored tensors into the layout that computes.
+def _build_layer(layers: Layers, spec: DecoderSpec, stored: StoredLayer, window: int | None, rope: RotaryEmbedding) -> _Layer:
+    def norm(weight: StoredTensor) -> Norm:
+        return layers.norm(weight, spec.rms_norm_eps, spec.norm_offset)
 
-    Args:
-        spec: of the model.
-        dtype: compute dtype.
-        team: threads of the native products, or None for torch's.
-    """
-
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, team: Team | None) -> None:
-        self._spec, self._dtype, self._team = spec, dtype, team
-        self._activations = _activation_dtype(dtype)
-
-    def layer(self, stored: StoredLayer, window: int | None) -> _Layer:
-        spec = self._spec
-        head_norm = None
-        if stored.head_norms is not None:
-            query, key = (weight.float() + spec.norm_offset for weight in stored.head_norms)
-            head_norm = HeadNorm(query, key, spec.num_attention_heads, spec.num_key_value_heads, spec.rms_norm_eps)
-        feed_forwards = [self._feed_forward(part) for part in stored.feed_forwards]
-        feed_forward: FeedForward = feed_forwards[0]
-        if stored.router is not None:
-            assert spec.experts is not None
-            feed_forward = MixtureOfExperts(stored.router.float(), feed_forwards, spec.experts.top_k, normalize=spec.experts.normalize)
-        return _Layer(
-            window,
-            0 if window is None or spec.local_rope is None else 1,
-            self._norm(stored.input_norm, self._activations),
-            self._linear(stored.qkv),
-            head_norm,
-            self._linear(stored.output),
-            None if stored.attention_norm is None else self._norm(stored.attention_norm, torch.float32),
-            self._norm(stored.feed_forward_input_norm, self._activations),
-            feed_forward,
-            None if stored.feed_forward_norm is None else self._norm(stored.feed_forward_norm, torch.float32),
-        )
-
-    def _norm(self, stored: StoredTensor, dtype: torch.dtype) -> RMSNorm:
-        return RMSNorm(stored.float() + self._spec.norm_offset, self._spec.rms_norm_eps, dtype)
-
-    def _feed_forward(self, stored: StoredFeedForward) -> GatedFeedForward:
-        return GatedFeedForward(self._linear(stored.gate_up), self._linear(stored.down), GATED_ACTIVATIONS[self._spec.hidden_act])
-
-    def _linear(self, stored: StoredMatrix) -> Linear:
-        linear = build_linear(stored.tensors, self._dtype) if self._team is None else Q4Linear(pack_q4(stored.tensors), self._team)
-        return Biased(linear, torch.cat([bias.float() for bias in stored.biases])) if stored.biases else linear
+    query_norm, key_norm = (None, None) if stored.head_norms is None else (norm(weight) for weight in stored.head_norms)
+    attention = AttentionSpec(
+        num_heads=spec.num_attention_heads,
+        num_kv_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        rope=rope,
+        scale=spec.attention_scale,
+        window=window,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
+    return _Layer(
+        layers.projection(norm(stored.input_norm), stored.qkv),
+        layers.attention(attention),
+        layers.addition(stored.output, None if stored.attention_norm is None else norm(stored.attention_norm)),
+        layers.feed_forward(
+            norm(stored.feed_forward_input_norm), stored.feed_forward, None if stored.feed_forward_norm is None else norm(stored.feed_forward_norm)
+        ),
+    )
 
 
-def _activation_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
-
-
-def _build_rope(spec: DecoderSpec, rope: Rope, max_model_len: int, factors: torch.Tensor | None) -> RotaryEmbedding:
-    return RotaryEmbedding(spec.head_dim, rope.theta, max_model_len, rope.scaling, factors)
-
-
-def _native_obstacle(spec: DecoderSpec, stored: list[StoredLayer], head: StoredTensor, dtype: torch.dtype | None, threads: int) -> str | None:
-    """Why the native kernels are not used, or None when they are."""
-    if not threads:
-        return "turned off"
-    if dtype is not None:
-        return "used by dtype auto only"
-    return unsuited([tensor for layer in stored for tensor in layer.linears], head, spec.head_dim)
-
-
-def _build_step(spec: DecoderSpec, layers: list[_Layer], norm: torch.Tensor, head: StoredTensor, team: Team) -> DecodeStep:
+def _build_step(spec: DecoderSpec, layers: list[_Layer], norm: Norm, head: StoredTensor, team: Team) -> DecodeStep:
     return DecodeStep(
         num_heads=spec.num_attention_heads,
         num_kv_heads=spec.num_key_value_heads,
@@ -244,7 +184,7 @@ def _build_step(spec: DecoderSpec, layers: list[_Layer], norm: torch.Tensor, hea
         intermediate_size=spec.intermediate_size,
         rms_norm_eps=spec.rms_norm_eps,
         layers=[_native_layer(layer) for layer in layers],
-        norm=norm.numpy(),
+        norm=norm.weight.numpy(),
         head=pack_q8(head),
         team=team,
     )
@@ -252,11 +192,14 @@ def _build_step(spec: DecoderSpec, layers: list[_Layer], norm: torch.Tensor, hea
 
 def _native_layer(layer: _Layer) -> DecodeLayer:
     """The arrays that the layer's own products read too."""
-    feed_forward = layer.feed_forward
-    assert isinstance(feed_forward, GatedFeedForward)
-    norms = [norm.weight[: norm.size].numpy() for norm in (layer.input_norm, layer.feed_forward_input_norm)]
+    qkv, output, feed_forward = layer.qkv, layer.output, layer.feed_forward
+    assert isinstance(qkv, CpuProjection)
+    assert isinstance(output, CpuAddition)
+    assert isinstance(feed_forward, CpuFeedForward)
+    assert isinstance(feed_forward.inner, GatedFeedForward)
+    norms = [norm.weight[: norm.size].numpy() for norm in (qkv.norm, feed_forward.norm)]
     matrices = []
-    for linear in (layer.qkv, layer.output, feed_forward.gate_up, feed_forward.down):
+    for linear in (qkv.linear, output.linear, feed_forward.inner.gate_up, feed_forward.inner.down):
         assert isinstance(linear, Q4Linear)
         matrices.append(linear.matrix)
     return DecodeLayer(*norms, *matrices)

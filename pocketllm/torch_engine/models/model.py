@@ -10,6 +10,7 @@ import torch
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.device import AnyBatch, Device
 
 
 class Model(Protocol):
@@ -17,7 +18,7 @@ class Model(Protocol):
 
     Attributes:
         vocab_size: columns of the logits.
-        compute_dtype: as layers/linear.py describes them.
+        compute_dtype: of the products, as the device describes it.
         native_kernels: whether the native kernels are in use, or why not, in a few words for people.
     """
 
@@ -34,7 +35,7 @@ class Model(Protocol):
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
         """Whether the rows of `batch` that decode run in the native step, which has threads of its own."""
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         """Compute a step's tokens, writing their keys and values to `cache`. Returns [num_tokens, hidden_size] float32."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -46,17 +47,13 @@ class ModelClass(Protocol):
 
     Args:
         checkpoint: an open checkpoint of its architecture.
-        dtype: compute dtype, as layers/linear.py describes them; the residual stream and the logits are float32 under each. None is
-            the native kernels where they suit the checkpoint, else the most exact of the fast ones.
+        device: builds the layers and says in which dtype they compute; the residual stream and the logits are float32 under each.
         max_model_len: positions are below this.
         on_layer: called after each loaded layer with the number loaded.
-        native_threads: threads of the native kernels; 0 is without them.
 
     Raises:
         ConfigurationError: a key of the config is missing, or a tensor is missing, left over, or has another shape than the config says.
         UnsupportedFeatureError: the config asks for a variant that the model does not compute.
     """
 
-    def __call__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
-    ) -> Model: ...
+    def __call__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> Model: ...

@@ -11,18 +11,11 @@ import torch
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.batch import Batch
-from pocketllm.torch_engine.layers.activation import silu_and_mul
-from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
-from pocketllm.torch_engine.layers.embedding import Embedding
-from pocketllm.torch_engine.layers.feed_forward import FeedForward, GatedFeedForward
-from pocketllm.torch_engine.layers.gated_delta_net import GatedDeltaNet
-from pocketllm.torch_engine.layers.linear import Linear, build_head, build_linear, default_dtype
-from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
-from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
-from pocketllm.torch_engine.layers.state_cache import HybridCache
+from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.device import Addition, AnyBatch, AttentionSpec, DeltaNetWeights, Device, FeedForward, Mixer, Norm, Projection
 from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
-from pocketllm.torch_engine.models.stored_layer import take_head
-from pocketllm.torch_engine.weights import StoredTensor, Weights
+from pocketllm.torch_engine.models.stored_layer import take_feed_forward, take_head
+from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -72,31 +65,27 @@ class Qwen3_5:
         _, _, layer, rest = name.split(".", 3)
         return f"blk.{layer}.{cls.gguf_layer_names[rest]}"
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None, max_model_len: int, on_layer: Callable[[int], None], *, native_threads: int = 0
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self.config = config = Qwen3_5Config.from_checkpoint(checkpoint)
-        self.compute_dtype = dtype or default_dtype()
-        self.native_kernels = "not made for layers of linear attention" if native_threads else "turned off"
+        self._build = layers = device.layers()
+        self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
         self._is_gguf = checkpoint.gguf is not None
         self._vectors = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) == 1)
-        self._activation_dtype = torch.bfloat16 if self.compute_dtype == torch.bfloat16 else torch.float32
         self._weights = weights = Weights(checkpoint, self.gguf_name, _skipped(checkpoint, config.num_hidden_layers))
         nested = any(tensor.name.startswith(_MULTIMODAL_PREFIX) for tensor in checkpoint.tensors)
         self._prefix = _MULTIMODAL_PREFIX if nested else "model."
         table = self._take("embed_tokens.weight", config.vocab_size, config.hidden_size)
         head = take_head(checkpoint, weights, table, tied=config.tie_word_embeddings)
-        self._embedding = Embedding(table, exact=self.compute_dtype == torch.float32)
-        self._norm = self._take_norm("norm.weight", torch.float32)
-        self._rope = RotaryEmbedding(config.rotary_dim, config.rope_theta, max_model_len)
+        self._embedding = layers.embedding(table)
+        self._rope = layers.rope(config.rotary_dim, config.rope_theta, max_model_len)
         self._layers = []
         for index, kind in enumerate(config.layer_types):
-            self._layers.append(self._build_layer(f"layers.{index}.", kind))
+            self._layers.append(self._build_layer(f"layers.{index}.", is_attention=kind == "full_attention"))
             on_layer(index + 1)
-        self._head = build_head(head, self.compute_dtype)
+        self._head = layers.head(self._take_norm("norm.weight", config.hidden_size), head)
         weights.finish()
         weights.release()
-        del self._weights
+        del self._weights, self._build
 
     @property
     def vocab_size(self) -> int:
@@ -109,60 +98,47 @@ class Qwen3_5:
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
         return False
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        assert isinstance(cache, HybridCache)
-        rotation = self._rope.at(batch.positions)
+    def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         hidden = self._embedding(batch.token_ids)
-        attention_index = delta_index = 0
+        counts = [0, 0]  # layers of linear attention and of attention so far: each kind has caches of its own
         for layer in self._layers:
-            x = layer.input_norm(hidden)
-            if isinstance(layer.mixer, GatedDeltaNet):
-                hidden += layer.mixer(x, batch, cache.states, delta_index)
-                delta_index += 1
-            else:
-                hidden += layer.mixer(x, rotation, batch, cache, attention_index)
-                attention_index += 1
-            hidden += layer.feed_forward(layer.post_attention_norm(hidden))
+            layer.output.add(hidden, layer.mixer(layer.projection(hidden), batch, cache, counts[layer.is_attention]))
+            layer.feed_forward.add(hidden)
+            counts[layer.is_attention] += 1
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._norm(hidden))
+        return self._head(hidden)
 
     def _take(self, name: str, *shape: int) -> StoredTensor:
         return self._weights.take(self._prefix + name, shape)
 
     def _is_vector(self, name: str) -> bool:
-        """Whether the file stores one dimension under `name`."""
-        full = self._prefix + name
-        return (self.gguf_name(full) if self._is_gguf else full) in self._vectors
+        """Whether the file stores one dimension under `name`, a whole one of Hugging Face's."""
+        return (self.gguf_name(name) if self._is_gguf else name) in self._vectors
 
-    def _take_factor(self, name: str, size: int) -> torch.Tensor:
-        """The factor [size] of a norm, 1 + the stored weight; GGUF stores the sum."""
-        weight = self._take(name, size).float()
-        return weight if self._is_gguf else weight + 1
+    def _take_norm(self, name: str, size: int) -> Norm:
+        """A norm whose factor is 1 + the stored weight; GGUF stores the sum."""
+        return self._build.norm(self._take(name, size), self.config.rms_norm_eps, 0.0 if self._is_gguf else 1.0)
 
-    def _take_norm(self, name: str, dtype: torch.dtype) -> RMSNorm:
-        return RMSNorm(self._take_factor(name, self.config.hidden_size), self.config.rms_norm_eps, dtype)
+    def _take_feed_forward(self, prefix: str) -> StoredFeedForward | StoredExperts:
+        return take_feed_forward(self._weights, prefix, self.config.hidden_size, self.config.intermediate_size, "silu")
 
-    def _build_feed_forward(self, prefix: str) -> FeedForward:
-        return self._build_gated(prefix, self.config.intermediate_size)
-
-    def _build_gated(self, prefix: str, size: int) -> GatedFeedForward:
-        """A dense feed-forward of `size` inner values."""
+    def _build_layer(self, prefix: str, *, is_attention: bool) -> _Layer:
         hidden = self.config.hidden_size
-        gate_up = [self._take(f"{prefix}{name}.weight", size, hidden) for name in ("gate_proj", "up_proj")]
-        down = self._take(f"{prefix}down_proj.weight", hidden, size)
-        return GatedFeedForward(build_linear(gate_up, self.compute_dtype), build_linear([down], self.compute_dtype), silu_and_mul)
-
-    def _build_layer(self, prefix: str, kind: str) -> _Layer:
+        before = self._take_norm(f"{prefix}input_layernorm.weight", hidden)
+        build = self._build_attention if is_attention else self._build_delta_net
+        projected, mixer, output = build(f"{prefix}self_attn." if is_attention else f"{prefix}linear_attn.")
+        after = self._take_norm(f"{prefix}post_attention_layernorm.weight", hidden)
         return _Layer(
-            self._take_norm(f"{prefix}input_layernorm.weight", self._activation_dtype),
-            self._build_attention(f"{prefix}self_attn.") if kind == "full_attention" else self._build_delta_net(f"{prefix}linear_attn."),
-            self._take_norm(f"{prefix}post_attention_layernorm.weight", self._activation_dtype),
-            self._build_feed_forward(f"{prefix}mlp."),
+            is_attention,
+            self._build.projection(before, StoredMatrix(projected, [])),
+            mixer,
+            self._build.addition(StoredMatrix([output], [])),
+            self._build.feed_forward(after, self._take_feed_forward(f"{self._prefix}{prefix}mlp.")),
         )
 
-    def _build_attention(self, prefix: str) -> _GatedAttention:
+    def _build_attention(self, prefix: str) -> tuple[list[StoredTensor], Mixer, StoredTensor]:
         config = self.config
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -170,60 +146,34 @@ class Qwen3_5:
         gate_first = torch.arange(2 * q_size).view(-1, 2, head_dim).transpose(0, 1).flip(0).flatten()
         query_and_gate = self._take(f"{prefix}q_proj.weight", 2 * q_size, hidden).select_rows(gate_first)
         key, value = (self._take(f"{prefix}{name}.weight", kv_size, hidden) for name in ("k_proj", "v_proj"))
-        query_factor, key_factor = (self._take_factor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
-        norm = HeadNorm(query_factor, key_factor, config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps)
-        output = self._take(f"{prefix}o_proj.weight", hidden, q_size)
-        projections = build_linear([query_and_gate, key, value], self.compute_dtype), build_linear([output], self.compute_dtype)
-        return _GatedAttention(config, *projections, norm)
+        query_norm, key_norm = (self._take_norm(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim, self._rope, query_norm=query_norm, key_norm=key_norm, gated=True)
+        return [query_and_gate, key, value], self._build.attention(spec), self._take(f"{prefix}o_proj.weight", hidden, q_size)
 
-    def _build_delta_net(self, prefix: str) -> GatedDeltaNet:
+    def _build_delta_net(self, prefix: str) -> tuple[list[StoredTensor], Mixer, StoredTensor]:
         hidden, sizes, heads = self.config.hidden_size, self.config.delta_net, self.config.delta_net.num_value_heads
         rows = {"in_proj_qkv": sizes.conv_dim, "in_proj_z": sizes.value_size, "in_proj_b": heads, "in_proj_a": heads}
         in_proj = [self._take(f"{prefix}{name}.weight", size, hidden) for name, size in rows.items()]
         conv_shape = (sizes.conv_dim, sizes.conv_kernel) if self._is_gguf else (sizes.conv_dim, 1, sizes.conv_kernel)
         conv = self._take(f"{prefix}conv1d.weight", *conv_shape).float().view(sizes.conv_dim, sizes.conv_kernel)
         rate = self._take(f"{prefix}A_log", heads).float()
-        return GatedDeltaNet(
-            sizes,
-            build_linear(in_proj, self.compute_dtype),
-            conv.T,
-            rate if self._is_gguf else -rate.exp(),
-            self._take(f"{prefix}dt_bias", heads).float(),
-            self._take(f"{prefix}norm.weight", sizes.value_dim).float(),
-            self.config.rms_norm_eps,
-            build_linear([self._take(f"{prefix}out_proj.weight", hidden, sizes.value_size)], self.compute_dtype),
-        )
-
-
-class _GatedAttention:
-    """Attention whose heads are normalised, rotated in their first rotary_dim values, and gated by sigmoid at the end."""
-
-    def __init__(self, config: Qwen3_5Config, in_proj: Linear, out_proj: Linear, head_norm: HeadNorm) -> None:
-        self._config, self._in_proj, self._out_proj, self._head_norm = config, in_proj, out_proj, head_norm
-        self.num_bytes = in_proj.num_bytes + out_proj.num_bytes
-
-    def __call__(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, cache: KVCache, layer: int) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape and dtype."""
-        config = self._config
-        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
-        heads = self._in_proj(x).unflatten(-1, (-1, config.head_dim))  # gates, queries, keys, values
-        gate, query_key, value = heads.split([num_q, num_q + num_kv, num_kv], dim=1)
-        rotated = rotate(self._head_norm(query_key), *rotation).to(cache.dtype)
-        cache.write(layer, batch.slot_mapping, rotated[:, num_q:], value.to(cache.dtype))
-        attended = paged_attention(rotated[:, :num_q], cache, layer, batch).to(x.dtype)
-        return self._out_proj(attended * gate.flatten(1).sigmoid())
+        norm = self._build.norm(self._take(f"{prefix}norm.weight", sizes.value_dim), self.config.rms_norm_eps)
+        dt_bias = self._take(f"{prefix}dt_bias", heads).float()
+        mixer = self._build.delta_net(DeltaNetWeights(sizes, conv.T.contiguous(), rate if self._is_gguf else -rate.exp(), dt_bias, norm))
+        return in_proj, mixer, self._take(f"{prefix}out_proj.weight", hidden, sizes.value_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: RMSNorm
-    mixer: GatedDeltaNet | _GatedAttention
-    post_attention_norm: RMSNorm
+    is_attention: bool
+    projection: Projection
+    mixer: Mixer
+    output: Addition
     feed_forward: FeedForward
 
     @property
     def num_bytes(self) -> int:
-        return self.mixer.num_bytes + self.feed_forward.num_bytes
+        return self.projection.num_bytes + self.output.num_bytes + self.feed_forward.num_bytes
 
 
 def _skipped(checkpoint: Checkpoint, num_layers: int) -> frozenset[str]:

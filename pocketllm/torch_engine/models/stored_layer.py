@@ -9,36 +9,12 @@ import torch
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.models.decoder_spec import DecoderSpec, Experts
-from pocketllm.torch_engine.weights import StoredTensor, Weights
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """Matrices that share their input, to be stacked, and their biases, as many or none."""
-
-    tensors: list[StoredTensor]
-    biases: list[StoredTensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFeedForward:
-    """A dense feed-forward, or one expert; gate before up."""
-
-    gate_up: StoredMatrix
-    down: StoredMatrix
-
-    @property
-    def linears(self) -> list[StoredTensor]:
-        return [*self.gate_up.tensors, *self.down.tensors]
+from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor, Weights
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer, the rows of query and key in halves of a head. Norms that the architecture has not are None.
-
-    Args:
-        router: of a mixture of experts, whose feed_forwards are the experts; None where the one feed-forward is dense.
-    """
+    """One layer, the rows of query and key in halves of a head. Norms that the architecture has not are None."""
 
     input_norm: StoredTensor
     qkv: StoredMatrix
@@ -46,16 +22,14 @@ class StoredLayer:
     output: StoredMatrix
     attention_norm: StoredTensor | None
     feed_forward_input_norm: StoredTensor
-    router: StoredTensor | None
-    feed_forwards: list[StoredFeedForward]
+    feed_forward: StoredFeedForward | StoredExperts
     feed_forward_norm: StoredTensor | None
 
     @property
     def linears(self) -> Iterator[StoredTensor]:
         yield from self.qkv.tensors
         yield from self.output.tensors
-        for feed_forward in self.feed_forwards:
-            yield from feed_forward.linears
+        yield from self.feed_forward.linears
 
 
 def take_head(checkpoint: Checkpoint, weights: Weights, table: StoredTensor, *, tied: bool) -> StoredTensor:
@@ -80,12 +54,7 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
         return weights.take(f"{prefix}{name}", shape)
 
     def matrix(shapes: dict[str, tuple[int, int]], has_bias: bool) -> StoredMatrix:
-        biases = [take(f"{name}.bias", out) for name, (out, _) in shapes.items()] if has_bias else []
-        return StoredMatrix([take(f"{name}.weight", *shape) for name, shape in shapes.items()], biases)
-
-    def feed_forward(module: str, size: int, has_bias: bool) -> StoredFeedForward:
-        gate_up = matrix({f"{module}.gate_proj": (size, hidden), f"{module}.up_proj": (size, hidden)}, has_bias)
-        return StoredFeedForward(gate_up, matrix({f"{module}.down_proj": (hidden, size)}, has_bias))
+        return _take_matrix(weights, prefix, shapes, has_bias=has_bias)
 
     input_norm = take("input_layernorm.weight", hidden)
     qkv = matrix({"self_attn.q_proj": (q_size, hidden), "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden)}, spec.qkv_bias)
@@ -96,15 +65,10 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
     output = matrix({"self_attn.o_proj": (hidden, q_size)}, spec.output_bias)
     after_attention = take("post_attention_layernorm.weight", hidden)
     before_feed_forward = take("pre_feedforward_layernorm.weight", hidden) if spec.sandwich_norms else after_attention
-    router: StoredTensor | None = None
     if spec.experts is not None and index in spec.experts.layers:
-        router = take("mlp.gate.weight", spec.experts.count, hidden)
-        if spec.experts.layout == "separate":
-            feed_forwards = [feed_forward(f"mlp.experts.{place}", spec.experts.intermediate_size, False) for place in range(spec.experts.count)]
-        else:
-            feed_forwards = joined_experts(weights, f"{prefix}mlp.experts.", spec.experts, hidden)
+        feed_forward: StoredFeedForward | StoredExperts = take_experts(weights, f"{prefix}mlp.", spec.experts, hidden, spec.hidden_act)
     else:
-        feed_forwards = [feed_forward("mlp", spec.intermediate_size, spec.mlp_bias)]
+        feed_forward = take_feed_forward(weights, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.hidden_act, has_bias=spec.mlp_bias)
     return StoredLayer(
         input_norm,
         qkv,
@@ -112,22 +76,40 @@ def take_layer(weights: Weights, spec: DecoderSpec, index: int) -> StoredLayer:
         output,
         after_attention if spec.sandwich_norms else None,
         before_feed_forward,
-        router,
-        feed_forwards,
+        feed_forward,
         take("post_feedforward_layernorm.weight", hidden) if spec.sandwich_norms else None,
     )
 
 
-def joined_experts(weights: Weights, prefix: str, experts: Experts, hidden: int) -> list[StoredFeedForward]:
-    """Experts that the file keeps in two or three tensors a layer."""
-    count, size = experts.count, experts.intermediate_size
-    if experts.layout == "fused":
-        gate_up = [weights.take(f"{prefix}gate_up_proj", (count, 2 * size, hidden))]
-        down = weights.take(f"{prefix}down_proj", (count, hidden, size))
+def take_feed_forward(weights: Weights, prefix: str, hidden: int, size: int, activation: str, *, has_bias: bool = False) -> StoredFeedForward:
+    """A dense feed-forward of `size` inner values."""
+    gate_up = _take_matrix(weights, prefix, {"gate_proj": (size, hidden), "up_proj": (size, hidden)}, has_bias=has_bias)
+    return StoredFeedForward(gate_up, _take_matrix(weights, prefix, {"down_proj": (hidden, size)}, has_bias=has_bias), activation)
+
+
+def take_experts(weights: Weights, prefix: str, experts: Experts, hidden: int, activation: str) -> StoredExperts:
+    """A router and its experts."""
+    router = weights.take(f"{prefix}gate.weight", (experts.count, hidden)).float()
+    size, count = experts.intermediate_size, experts.count
+    if experts.layout == "separate":
+        parts = [take_feed_forward(weights, f"{prefix}experts.{place}.", hidden, size, activation) for place in range(count)]
     else:
-        gate_up = [weights.take(f"{prefix}{name}.weight", (count, size, hidden)) for name in ("gate_proj", "up_proj")]
-        down = weights.take(f"{prefix}down_proj.weight", (count, hidden, size))
-    return [StoredFeedForward(StoredMatrix([_part(tensor, place) for tensor in gate_up], []), StoredMatrix([_part(down, place)], [])) for place in range(count)]
+        if experts.layout == "fused":
+            gate_up = [weights.take(f"{prefix}experts.gate_up_proj", (count, 2 * size, hidden))]
+            down = weights.take(f"{prefix}experts.down_proj", (count, hidden, size))
+        else:
+            gate_up = [weights.take(f"{prefix}experts.{name}.weight", (count, size, hidden)) for name in ("gate_proj", "up_proj")]
+            down = weights.take(f"{prefix}experts.down_proj.weight", (count, hidden, size))
+        parts = [
+            StoredFeedForward(StoredMatrix([_part(tensor, place) for tensor in gate_up], []), StoredMatrix([_part(down, place)], []), activation)
+            for place in range(count)
+        ]
+    return StoredExperts(router, parts, experts.top_k, experts.normalize)
+
+
+def _take_matrix(weights: Weights, prefix: str, shapes: dict[str, tuple[int, int]], *, has_bias: bool) -> StoredMatrix:
+    biases = [weights.take(f"{prefix}{name}.bias", (out,)) for name, (out, _) in shapes.items()] if has_bias else []
+    return StoredMatrix([weights.take(f"{prefix}{name}.weight", shape) for name, shape in shapes.items()], biases)
 
 
 def _part(tensor: StoredTensor, place: int) -> StoredTensor:
