@@ -106,3 +106,30 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
         return path
 
     return write
+
+
+@pytest.fixture
+def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where Triton kernels run here: "cuda", or "cpu" in Triton's interpreter."""
+    import torch  # here, so that tests which need no tensors do not load it
+
+    triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    if torch.cuda.is_available():
+        return "cuda"
+    from triton.runtime import interpreter
+
+    patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch(tensor: type, scope: Any) -> None:
+        """Triton 3.6 turns a loop's bounds, arrays of one element, into integers in a way that NumPy 2.4 refuses."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """Triton 3.6 multiplies the bits of bfloat16 values."""
+        wide = [self.create_fp_ext(x, triton.language.float32) if x.dtype.scalar == triton.language.bfloat16 else x for x in (a, b)]
+        return create_dot(self, *wide, *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    return "cpu"

@@ -16,10 +16,3 @@ def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def triton_device() -> str:
-    """Where Triton kernels run here: "cuda", or "cpu" in Triton's interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,160 @@
+"""Draws of a step's rows on the GPU: what each row asks for goes there in one copy, ids and log probabilities come back in another, and nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pocketllm.backends.base import EngineRequest, TokenLogprobs
+from pocketllm.torch_engine.kernels.logprobs import device_logprobs
+from pocketllm.torch_engine.kernels.sampler import NOT_FINITE, NOTHING_ALLOWED, SamplingTensors, sample_tokens
+
+__all__ = ["NOTHING_ALLOWED", "NOT_FINITE", "DeviceSampler", "DrawnTokens"]
+
+_NUM_STAGES = 3  # steps whose copies may be under way at once, and one more than run ahead
+_HOTTEST = 1e30  # higher temperatures give the same draws, and float32 holds it
+_NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Host memory of one step's way to the device, and when the device has read it."""
+
+    values: torch.Tensor  # [4, max_rows] int64, see _views
+    masks: torch.Tensor  # [max_rows, num_words] int32
+    read: torch.cuda.Event | None
+
+
+class DrawnTokens:
+    """Ids of one step, on their way to the host.
+
+    Args:
+        ids: [num_rows] int64 on the device, for the next step's inputs; 0 where a row has no id.
+        packed: on the host or on its way there: id, status, and the bits of float64 log probabilities and top ids a row, [num_rows, 3 + 2 * num_top] int64.
+        ready: set when `packed` is there; None where it is there already.
+        num_top: most likely ids of each row that was ranked.
+    """
+
+    def __init__(self, ids: torch.Tensor, packed: torch.Tensor, ready: torch.cuda.Event | None, num_top: int) -> None:
+        self.ids = ids
+        self._packed, self._ready, self._num_top = packed, ready, num_top
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Wait for the device: ids and status of each row (0, NOT_FINITE or NOTHING_ALLOWED)."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        ids, status = self._packed[:, :2].t().tolist()
+        return ids, status
+
+    def logprobs(self, row: int, num_top: int) -> TokenLogprobs:
+        """Of a row that asked for them, and for `num_top` alternatives; after `wait`."""
+        line = self._packed[row]
+        top_ids = line[3 : 3 + num_top].tolist()
+        values = line[3 + self._num_top :][:num_top].view(torch.float64).tolist()
+        return TokenLogprobs(float(line[2:3].view(torch.float64)), tuple(zip(top_ids, values, strict=True)))
+
+
+class DeviceSampler:
+    """Sampling of up to `max_rows` rows a step on one device. One thread calls it, the engine's.
+
+    `prepare` fills tensors that stay where they are, so that `tensors` may be captured in a CUDA graph; it and `draw` are called in the order of the
+    steps, on the stream that computes the logits.
+
+    Args:
+        max_rows: rows a step at most.
+        vocab_size: ids are in [0, vocab_size).
+        device: where the logits are.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        num_words = -(-vocab_size // 32)
+        self._device, self._max_rows = device, max_rows
+        self._stages = [
+            _Stage(
+                torch.zeros((4, max_rows), dtype=torch.int64, pin_memory=is_cuda),
+                torch.zeros((max_rows, num_words), dtype=torch.int32, pin_memory=is_cuda),
+                torch.cuda.Event() if is_cuda else None,
+            )
+            for _ in range(_NUM_STAGES)
+        ]
+        self._next = 0
+        self._values = torch.zeros((4, max_rows), dtype=torch.int64, device=device)
+        self._masks = torch.zeros((max_rows, num_words), dtype=torch.int32, device=device)
+        self._has_cuts, self._has_masks = False, False
+        self._ranked: list[int] = []
+        self._num_top = 0
+
+    def prepare(self, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS) -> None:
+        """Send what the next `draw` needs.
+
+        Args:
+            requests: the rows' requests, for their sampling.
+            draws: how many tokens each row has drawn before.
+            masks: by row, words of bits as `TokenConstraint.fill` writes them.
+        """
+        stage = self._stages[self._next]
+        self._next = (self._next + 1) % _NUM_STAGES
+        if stage.read is not None:
+            stage.read.synchronize()
+        count = len(requests)
+        seeds, drawn, temperature, top_p, top_k, mask_rows = (part.numpy() for part in _views(stage.values, self._max_rows))
+        seeds[:count] = [request.seed for request in requests]
+        drawn[:count] = draws
+        temperature[:count] = [min(request.temperature, _HOTTEST) for request in requests]
+        top_p[:count] = [request.top_p for request in requests]
+        top_k[:count] = [min(request.top_k, 2**31 - 1) for request in requests]
+        temperature[count:] = 0  # rows that stand for none, in a graph of more rows
+        mask_rows[:] = -1
+        words = stage.masks.numpy()
+        for line, (row, mask) in enumerate(masks.items()):
+            mask_rows[row] = line
+            words[line] = mask.view(np.int32)
+        self._values.copy_(stage.values, non_blocking=True)
+        if masks:
+            self._masks[: len(masks)].copy_(stage.masks[: len(masks)], non_blocking=True)
+        if stage.read is not None:
+            stage.read.record()
+        self._has_masks = bool(masks)
+        self._has_cuts = any(request.temperature > 0 and (request.top_k > 1 or request.top_p < 1) for request in requests)
+        self._ranked = [row for row, request in enumerate(requests) if request.logprobs is not None]
+        self._num_top = max((requests[row].logprobs or 0 for row in self._ranked), default=0)
+
+    def tensors(self, *, has_masks: bool = True) -> SamplingTensors:
+        """Where `prepare` puts each row's numbers, for a caller that captures `sample_tokens` in a graph."""
+        seeds, drawn, temperature, top_p, top_k, mask_rows = _views(self._values, self._max_rows)
+        return SamplingTensors(temperature, top_k, top_p, seeds, drawn, self._masks if has_masks else None, mask_rows if has_masks else None)
+
+    def draw(self, logits: torch.Tensor) -> DrawnTokens:
+        """Draw from logits [num_rows, vocab_size] float32 as the last `prepare` says, and send the results to the host."""
+        ids, status = sample_tokens(logits, self.tensors(has_masks=self._has_masks), has_cuts=self._has_cuts)
+        return self.send(logits, ids, status)
+
+    def send(self, logits: torch.Tensor, ids: torch.Tensor, status: torch.Tensor) -> DrawnTokens:
+        """Rank the rows that ask for it, and send the results of `sample_tokens` to the host."""
+        num_rows = ids.shape[0]
+        columns = [ids[:, None], status[:, None].long()]
+        if self._ranked:
+            rows = None if len(self._ranked) == num_rows else torch.tensor(self._ranked).to(self._device, non_blocking=True)
+            drawn, top_ids, top = device_logprobs(logits, ids, self._num_top, rows)
+            ranks = torch.cat([drawn.view(torch.int64)[:, None], top_ids.long(), top.view(torch.int64)], dim=1)
+            columns.append(ranks if rows is None else ranks.new_zeros((num_rows, ranks.shape[1])).index_copy_(0, rows, ranks))
+        packed = torch.cat(columns, dim=1)
+        if self._device.type != "cuda":
+            return DrawnTokens(ids, packed, None, self._num_top)
+        host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)  # torch keeps freed pinned memory for the next step
+        host.copy_(packed, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return DrawnTokens(ids, host, ready, self._num_top)
+
+
+def _views(values: torch.Tensor, max_rows: int) -> tuple[torch.Tensor, ...]:
+    """(seeds, draws, temperature, top_p, top_k, mask_rows) of the [4, max_rows] int64 that travels: two lines of int64, then four half as wide."""
+    temperature, top_p = values[2].view(torch.float32).view(2, max_rows)
+    top_k, mask_rows = values[3].view(torch.int32).view(2, max_rows)
+    return values[0], values[1], temperature, top_p, top_k, mask_rows

@@ -1,0 +1,73 @@
+"""How the Triton kernels are started: what depends on the device and not on the operator.
+
+Programmatic dependent launch (compute capability 9.0 on) lets a kernel begin while the one before it drains. Every kernel launched that way
+calls `wait_for_inputs` once, in every program, before it touches anything that an earlier kernel wrote or still reads; only constants
+(weights) may be read before. A kernel without the switch is launched when all before it are done, as usual, so the two kinds mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) where Triton's interpreter stands for one."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
+def uses_pdl(device: torch.device) -> bool:
+    """Whether kernels on `device` are launched before the kernel ahead of them has ended."""
+    return capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What tile sizes are chosen by.
+
+    Args:
+        num_multiprocessors: streaming multiprocessors of the device.
+        shared_memory: bytes that one program may use.
+        tensor_cores: whether Triton multiplies matrices on tensor cores there.
+    """
+
+    num_multiprocessors: int
+    shared_memory: int
+    tensor_cores: bool
+
+
+@cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Limits of a CUDA device; in the interpreter those of a Hopper GPU of one multiprocessor."""
+    if device.type != "cuda":
+        return DeviceLimits(1, 227 * 1024, True)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], capability(device) >= (8, 0))
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Options of a launch of a kernel that calls `wait_for_inputs(PDL)`, its constexpr PDL among them."""
+    pdl = uses_pdl(device)
+    return {"PDL": pdl, "launch_pdl": pdl} if pdl else {"PDL": False}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel's programs begin where there is room, and wait until all kernels before this one are done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Ask for the 128-byte line at each pointer to be brought into the L2 cache; on NVIDIA GPUs alone, for it is inline assembly."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
