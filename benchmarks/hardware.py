@@ -63,6 +63,29 @@ def slug(hardware: dict[str, Any]) -> str:
     return "-".join([*words, f"{hardware['physical_cores']}c"])
 
 
+def describe_gpu() -> dict[str, Any] | None:
+    """The first CUDA device, its driver and what torch was built for; None without one."""
+    import torch  # here, since benchmarks of the front end alone load no torch
+
+    if not torch.cuda.is_available():
+        return None
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": facts.name,
+        "count": torch.cuda.device_count(),
+        "memory_gib": round(facts.total_memory / 2**30, 1),
+        "multiprocessors": facts.multi_processor_count,
+        "capability": f"{facts.major}.{facts.minor}",
+        "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "cuda": torch.version.cuda,
+    }
+
+
+def gpu_slug(gpu: dict[str, Any]) -> str:
+    """Folder name for results of this GPU, such as "nvidia-h200"."""
+    return "-".join(re.findall(r"[a-z0-9]+", str(gpu["gpu"]).lower()))
+
+
 def describe_code() -> dict[str, Any]:
     """Commit of this tree (with "-dirty" when files differ from it) and versions of what was measured."""
     return {
@@ -94,8 +117,13 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str | None:
+    return _run("git", "-C", str(ROOT), *arguments)  # None without git, or in a tree without history: the caller says so in the result
+
+
+def _run(*command: str) -> str | None:
+    """What a command prints; None where it is not installed or fails."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # no git, or a tree without history: the caller says so in the result
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

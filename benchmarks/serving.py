@@ -10,71 +10,24 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import shlex
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
+from serving_process import ServingProcess
 
 _LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 320, 320), Load(64, 500, 500), Load(64, 1000, 1000))
 _SIDES = ("pocketllm", "bare")
 _BUSY = 0.9  # share of its core from which on the client may be what limits the figure
-_READY = re.compile(r"is ready at (http://\S+)")
 _PACKAGES = ("uvicorn", "starlette", "h11", "httptools", "uvloop")
-
-
-class Server:
-    """A server process on one core.
-
-    Args:
-        command: starts it; it says on stderr where it is ready.
-        core: the one that it may use.
-    """
-
-    def __init__(self, command: list[str], core: int) -> None:
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
-        assert self._process.stderr is not None
-        self._stats = psutil.Process(self._process.pid)
-        self._stats.cpu_affinity([core])  # threads that it starts from here on inherit this
-        self._lines: deque[str] = deque(maxlen=20)
-        self._is_ready = threading.Event()
-        self.url = ""
-        threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True).start()
-        if not self._is_ready.wait(60) or not self.url:
-            self.close()
-            raise LoadError(f"{shlex.join(command)} did not start: {' '.join(self._lines)}")
-
-    def cpu_seconds(self) -> float:
-        """User and system time so far."""
-        times = self._stats.cpu_times()
-        return float(times.user + times.system)
-
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self, stderr: IO[str]) -> None:
-        for line in stderr:
-            self._lines.append(line.strip())
-            if not self.url and (found := _READY.search(line)):
-                self.url = found[1]
-                self._is_ready.set()
-        self._is_ready.set()
 
 
 def main() -> int:
@@ -93,12 +46,12 @@ def _run(options: argparse.Namespace) -> int:
     load_before = psutil.getloadavg()  # of other programs, which a machine that measures should not run
     psutil.Process().cpu_affinity([client_core])
     loads = [load for load in _LOADS if not options.load or load.name in options.load]
-    servers: dict[tuple[str, int], Server] = {}
+    servers: dict[tuple[str, int], ServingProcess] = {}
     samples: list[dict[str, Any]] = []
     try:
         for rate in sorted({load.rate for load in loads}):
             for side in _SIDES:
-                servers[side, rate] = Server(_command(side, rate), server_core)
+                servers[side, rate] = ServingProcess(_command(side, rate), server_core)
         for number in range(options.rounds):
             for load in loads:
                 for side in _SIDES if number % 2 == 0 else _SIDES[::-1]:
@@ -134,7 +87,7 @@ def _command(side: str, rate: int) -> list[str]:
     return [sys.executable, str(ROOT / "tests" / "server" / "fake_server.py"), json.dumps({"server": {"port": 0}, "fake": fake})]
 
 
-def _measure(server: Server, load: Load, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def _measure(server: ServingProcess, load: Load, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     clients = LoadGenerator(server.url, load, seed)
     clients.start(options.warm_up)
     cpu = server.cpu_seconds()

@@ -43,15 +43,19 @@ class EngineArgs:
     model_format: ModelFormat = _option("auto", "checkpoint format; auto looks at the files")
     tensor_parallel_size: int = _option(1, "number of devices that share the model", minimum=1)
     tensor_parallel_rank: int = _option(0, "this process's rank, for a manual launcher", minimum=0)
-    device: str = _option("auto", "cpu, cuda, cuda:N, or auto")
-    max_model_len: int | None = _option(None, "most tokens of prompt and answer together [the checkpoint's context]", minimum=2)
+    device: str = _option("auto", "cpu, cuda, cuda:N, or auto, which takes the first GPU where there is one")
+    max_model_len: int | None = _option(None, "most tokens of prompt and answer together [the checkpoint's context, or what fits into memory]", minimum=2)
     dtype: DType = _option("auto", "compute type; float32 is the exact reference, auto the fastest for the device")
     kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute, else a 16-bit type")
-    max_batch_size: int = _option(8, "most requests that run at once; more wait in the queue", minimum=1)
-    prefill_chunk_tokens: int = _option(512, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off", minimum=0)
+    max_batch_size: int | None = _option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
+    prefill_chunk_tokens: int | None = _option(
+        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 512 beside answers]", minimum=0
+    )
     enable_prefix_caching: bool = _option(True, "reuse the KV of prompts that begin alike")
     kv_cache_memory: int | str | None = _option(
-        None, "KV cache size, such as 512MiB or 2GiB [room for max_batch_size full contexts, at most a quarter of free memory]", metavar="SIZE"
+        None,
+        "KV cache size, such as 512MiB or 2GiB [room for max_batch_size full contexts, at most a quarter of free memory, on a GPU 95%]",
+        metavar="SIZE",
     )
     speculative_method: str | None = _option(None, "speculative decoding method")
     speculative_tokens: int = _option(0, "tokens a speculative step proposes", minimum=0)

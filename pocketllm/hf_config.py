@@ -48,6 +48,13 @@ _REQUIRED = {
 }
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
+# Other names of keys, in architectures that are not listed here. The first that is there counts.
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_sequence_length", "max_seq_len"),
+}
 # What transformers' configs mean by a key that is left out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -110,6 +117,10 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
         config["model_type"] = architecture
     if config.get("num_experts") is None and "num_local_experts" in config:  # as transformers 5 writes it
         config["num_experts"] = config["num_local_experts"]
+    if architecture not in _REQUIRED:
+        for name, others in _OTHER_NAMES.items():
+            if config.get(name) is None and (value := next((config[other] for other in others if config.get(other) is not None), None)) is not None:
+                config[name] = value
     _check_ints(config, _POSITIVE_INTS, path)
     _normalize_rope(config, path)
     for name in _REQUIRED.get(architecture, ()):

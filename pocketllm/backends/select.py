@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +14,9 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.fp8_config import quantization_obstacle
 
+# Whose modules run architectures without a file here; the bounds are those of the extra in pyproject.toml.
+TRANSFORMERS_MAJORS = frozenset({"5"})
+GENERIC_EXTRA = "pip install 'pocketllm[generic]'"
 # The keys of torch_engine/models/registry.py, which may not be imported here.
 TORCH_ARCHITECTURES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text"}
@@ -31,11 +36,11 @@ class PlaneVerdict:
 
 
 def explain(checkpoint: Checkpoint) -> list[PlaneVerdict]:
-    """The verdict of both planes, torch first. Imports neither."""
+    """The verdict of both planes, torch first. Imports neither for an architecture that has a file of its own."""
     torch_obstacle, cpp_obstacle = _torch_obstacle(checkpoint), _cpp_obstacle(checkpoint)
     what = f"{checkpoint.architecture} from {checkpoint.model_format}"
     return [
-        PlaneVerdict("torch", torch_obstacle is None, torch_obstacle or f"it runs {what}"),
+        PlaneVerdict("torch", torch_obstacle is None, torch_obstacle or f"it runs {what}{_way(checkpoint)}"),
         PlaneVerdict("cpp", cpp_obstacle is None, cpp_obstacle or f"it runs {what}"),
     ]
 
@@ -59,8 +64,10 @@ def refuse_options(args: EngineArgs) -> None:
         raise UnsupportedFeatureError(
             f'"speculative_tokens" = {args.speculative_tokens} is not supported yet: every token takes one step. Leave it out.', param="speculative_tokens"
         )
-    if args.device not in ("auto", "cpu"):
-        raise UnsupportedFeatureError(f'"device" = {args.device!r} is not supported yet: models run on the CPU. Send "cpu", or leave it out.', param="device")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", args.device):
+        raise UnsupportedFeatureError(
+            f'"device" = {args.device!r} is not supported: models run on the CPU and on NVIDIA GPUs. Send "cpu", "cuda", "cuda:N" or "auto".', param="device"
+        )
 
 
 def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
@@ -82,8 +89,10 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
 
 
 def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
-    if checkpoint.architecture not in TORCH_ARCHITECTURES:
-        return f"the architecture {checkpoint.architecture!r} is not supported; supported are {', '.join(sorted(TORCH_ARCHITECTURES))}"
+    generic = checkpoint.architecture not in TORCH_ARCHITECTURES
+    named = f"supported are {', '.join(sorted(TORCH_ARCHITECTURES))}, and others through transformers' modules"
+    if generic and (obstacle := _generic_obstacle(checkpoint)):
+        return f"the architecture {checkpoint.architecture!r} is not supported; {named} {obstacle}"
     if not checkpoint.tensors:
         return "the checkpoint holds no weights"
     if checkpoint.model_format == "safetensors" and (obstacle := quantization_obstacle(checkpoint)):
@@ -92,7 +101,32 @@ def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
     for tensor in checkpoint.tensors:
         if tensor.type not in known:
             return f"the tensor {tensor.name} has the type {tensor.type}, which is not supported; supported are {', '.join(sorted(known))}"
+    if generic:
+        from pocketllm.torch_engine.models.generic_layout import layout_obstacle
+
+        if obstacle := layout_obstacle(checkpoint):
+            return f"the architecture {checkpoint.architecture!r} is not supported, since {obstacle}; {named}"
+        for key in ("vocab_size", "max_position_embeddings"):
+            if type(checkpoint.config.get(key)) is not int:
+                return f"the architecture {checkpoint.architecture!r} is not supported, since its config.json lacks the key {key}; {named}"
     return None
+
+
+def _generic_obstacle(checkpoint: Checkpoint) -> str | None:
+    """Why the way for other architectures is not there, as the end of a sentence for people; None where it is. Imports nothing of it."""
+    if checkpoint.model_format != "safetensors":
+        return "from safetensors"
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return f"once they are installed: {GENERIC_EXTRA}"
+    if version.partition(".")[0] not in TRANSFORMERS_MAJORS:
+        return f"of a version 5, and {version} is installed: {GENERIC_EXTRA}"
+    return None
+
+
+def _way(checkpoint: Checkpoint) -> str:
+    return "" if checkpoint.architecture in TORCH_ARCHITECTURES else " through transformers' modules (generic path, slower)"
 
 
 def _cpp_obstacle(checkpoint: Checkpoint) -> str | None:

@@ -5,40 +5,31 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from pocketllm import env
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
-from pocketllm.errors import BackendUnavailableError, ConfigurationError, UnsupportedFeatureError
+from pocketllm.errors import BackendUnavailableError, ConfigurationError
 from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 
 if TYPE_CHECKING:
-    import torch
-
     from pocketllm.torch_engine.engine import Engine
-    from pocketllm.torch_engine.model_runner import ModelRunner
+    from pocketllm.torch_engine.runner import Runner
     from pocketllm.torch_engine.scheduler import Scheduler
-    from pocketllm.torch_engine.state_pool import StatePool
 
-BLOCK_SIZE = 16
-_SNAPSHOTS_A_ROW = 4
-_LEAST_SNAPSHOT_INTERVAL = 512  # tokens
-_UNCHUNKED_SNAPSHOT_INTERVAL = 8192  # tokens; each snapshot cuts a prompt that would be computed in one step
 _MAX_THREADS = 1024  # far more than help; OpenMP ends the process when the system refuses it a thread
-_OPTIONS = ("num_threads", "native_kernels")
 
 
 class TorchBackend(Backend):
     """One checkpoint on PyTorch.
 
     Args:
-        args: options; `backend_options` may hold num_threads, the threads that a step uses [all cores], and native_kernels, whether
-            dtype auto may use the native kernels where they are built and suit the model [true].
+        args: options; `backend_options` may hold num_threads, the threads that a step on the CPU uses [all cores]; native_kernels, whether
+            dtype auto may use the native CPU kernels where they are built and suit the model [true]; and cuda_graphs, whether decoding on
+            a GPU is captured as CUDA graphs [true].
         checkpoint: an open checkpoint whose architecture this plane runs.
 
     Raises:
@@ -50,10 +41,10 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
-        self._num_threads, self._native_kernels = _plane_options(args)
+        self._options = _Options.read(args)
         self._context_length = _context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
-        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
+        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -62,7 +53,9 @@ class TorchBackend(Backend):
     def load(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))
         # Spinning, OpenMP's threads would take the cores of the native kernels' own.
-        with env.resting_openmp_threads(self._args.dtype == "auto" and self._native_kernels and NATIVE_LIBRARY.exists()):
+        with env.resting_openmp_threads(self._args.dtype == "auto" and self._options.native_kernels and NATIVE_LIBRARY.exists()):
+            import torch  # noqa: F401  (it reads the threads' setting now)
+
             from pocketllm.torch_engine.engine import Engine
 
         self._engine = engine = Engine(lambda check_open: self._build(progress, check_open))
@@ -75,72 +68,28 @@ class TorchBackend(Backend):
             raise BackendUnavailableError("The engine was closed while the model loaded.")
         progress(LoadProgress(1.0, "ready"))
 
-    def _build(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Scheduler, ModelRunner]:
-        """Load the weights and make room for the KV cache, on the engine's thread."""
-        import torch
+    def _build(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Scheduler, Runner]:
+        """Load the weights and make room for the caches, on the engine's thread."""
+        from pocketllm.torch_engine.gpu_plane import load_on_gpu, resolve_device
+        from pocketllm.torch_engine.plane import Order, load_on_cpu
 
-        from pocketllm.torch_engine.block_pool import BlockPool
-        from pocketllm.torch_engine.layers.attention import KVCache
-        from pocketllm.torch_engine.layers.cpu import CpuDevice
-        from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
-        from pocketllm.torch_engine.model_runner import ModelRunner
-        from pocketllm.torch_engine.models.registry import HYBRIDS, MODELS
-        from pocketllm.torch_engine.scheduler import Scheduler
-
-        args, config = self._args, self._checkpoint.config
-        torch.set_num_threads(self._num_threads)  # of this thread alone
-        dtype = _compute_dtype(args.dtype)
-        kv_dtype = _kv_dtype(args.kv_cache_dtype, dtype)
-        num_layers, num_kv_heads, head_dim = config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
-        read = HYBRIDS.get(self._checkpoint.architecture)
-        hybrid = None if read is None else read(self._checkpoint)
-        states, state_bytes = None, 0
-        if hybrid is not None:
-            states, state_bytes = self._plan_states(hybrid.num_state_layers * hybrid.delta_net.state_shape.num_bytes)
-        num_kv_layers = num_layers if hybrid is None else hybrid.num_attention_layers
-        num_blocks = self._num_blocks(2 * num_kv_layers * num_kv_heads * head_dim * kv_dtype.itemsize, state_bytes)
-
-        def on_layer(done: int) -> None:
-            check_open()
-            progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
-
-        with torch.inference_mode():
-            build = MODELS[self._checkpoint.architecture]
-            device = CpuDevice(dtype, self._num_threads if self._native_kernels else 0)
-            model = build(self._checkpoint, device, self._context_length, on_layer)
-            sizes = (num_kv_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, kv_dtype)
-            if hybrid is None or states is None:
-                cache = KVCache(*sizes)
-            else:
-                cache = HybridCache(*sizes, StateCache(hybrid.num_state_layers, states.num_slots, hybrid.delta_net.state_shape))
-        pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
+        args = self._args
+        device = resolve_device(args.device)
+        order = Order(args, self._checkpoint, self._context_length, progress, check_open)
+        if device.type == "cpu":
+            plane = load_on_cpu(order, self._options.num_threads, native_kernels=self._options.native_kernels)
+        else:
+            plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
         self._capabilities = replace(
             self._capabilities,
-            chunked_prefill=args.prefill_chunk_tokens > 0,
+            device=plane.device,
+            max_slots=plane.max_rows,
+            context_length=plane.context_length,
+            chunked_prefill=plane.is_chunked,
             prefix_caching=args.enable_prefix_caching,
-            details={
-                "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
-                "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
-                "native_kernels": model.native_kernels,
-                "weight_bytes": model.num_bytes,
-                "kv_cache_bytes": cache.num_bytes,
-                "kv_blocks": num_blocks,
-                "block_size": BLOCK_SIZE,
-                **({} if states is None else _state_details(states, state_bytes)),
-                "num_threads": self._num_threads,
-            },
+            details=dict(plane.details),
         )
-        return Scheduler(pool, args.max_batch_size, args.prefill_chunk_tokens, states), ModelRunner(model, cache, BLOCK_SIZE, self._num_threads)
-
-    def _plan_states(self, slot_bytes: int) -> tuple[StatePool, int]:
-        """State slots and their bytes: one a row, and snapshots in at most a quarter of what that leaves of the cache's memory."""
-        from pocketllm.torch_engine.state_pool import StatePool
-
-        args, rows = self._args, self._args.max_batch_size
-        total = args.kv_cache_bytes or psutil.virtual_memory().available // 4
-        num_snapshots = max(0, min(_SNAPSHOTS_A_ROW * rows, (total - rows * slot_bytes) // 4 // slot_bytes)) if args.enable_prefix_caching else 0
-        interval = max(args.prefill_chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if args.prefill_chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
-        return StatePool(rows, num_snapshots, -(-interval // BLOCK_SIZE)), (rows + num_snapshots) * slot_bytes
+        return plane.scheduler, plane.runner
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
@@ -166,58 +115,43 @@ class TorchBackend(Backend):
         if self._engine is not None:
             self._engine.close()
 
-    def _num_blocks(self, bytes_per_token: int, state_bytes: int = 0) -> int:
-        """KV blocks that the options and the memory allow beside `state_bytes`, at least one full context."""
-        block_bytes = bytes_per_token * BLOCK_SIZE
-        per_row = -(-self._context_length // BLOCK_SIZE)
-        wanted = per_row * self._args.max_batch_size
-        if (explicit := self._args.kv_cache_bytes) is not None:
-            total = psutil.virtual_memory().total
-            if explicit > total:
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What `backend_options` may hold.
+
+    Args:
+        num_threads: threads that a step on the CPU uses.
+        native_kernels: dtype auto may use the native kernels where they are built and suit the model.
+        cuda_graphs: decoding on a GPU is captured as CUDA graphs.
+    """
+
+    num_threads: int
+    native_kernels: bool
+    cuda_graphs: bool
+
+    @classmethod
+    def read(cls, args: EngineArgs) -> _Options:
+        """Raises:
+        ConfigurationError: a name is unknown, or a value makes no sense.
+        """
+        options: dict[str, Any] = dict(args.backend_options)
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
                 raise ConfigurationError(
-                    f'"kv_cache_memory" = {self._args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that this machine has: lower it.',
-                    param="kv_cache_memory",
+                    f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(names)}.', param="backend_options"
                 )
-            wanted = max(0, explicit - state_bytes) // block_bytes
-            remedy = "raise kv_cache_memory, or lower max_model_len or max_batch_size" if state_bytes else "raise kv_cache_memory or lower max_model_len"
-        else:
-            wanted = min(wanted, max(0, psutil.virtual_memory().available // 4 - state_bytes) // block_bytes)
-            remedy = "free some memory, set kv_cache_memory, or lower max_model_len"
-        if wanted < per_row:
-            beside = f" beside {state_bytes / 2**20:.0f} MiB of recurrent states" if state_bytes else ""
-            needed, allowed = per_row * block_bytes / 2**20, wanted * block_bytes / 2**20
+        threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
             raise ConfigurationError(
-                f"A context of {self._context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used{beside}: {remedy}.",
-                param="kv_cache_memory",
+                f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number from 1 to {_MAX_THREADS}.', param="backend_options"
             )
-        return wanted
-
-
-def _state_details(states: StatePool, num_bytes: int) -> dict[str, int]:
-    return {
-        "state_bytes": num_bytes,
-        "state_snapshots": states.num_slots - states.num_rows,
-        "snapshot_interval": states.interval_blocks * BLOCK_SIZE,
-    }
-
-
-def _plane_options(args: EngineArgs) -> tuple[int, bool]:
-    """num_threads and native_kernels of `backend_options`."""
-    options: dict[str, Any] = dict(args.backend_options)
-    for name in options:
-        if name not in _OPTIONS:
-            raise ConfigurationError(
-                f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(_OPTIONS)}.', param="backend_options"
-            )
-    threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
-        raise ConfigurationError(
-            f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number from 1 to {_MAX_THREADS}.', param="backend_options"
-        )
-    native = options.get("native_kernels", True)
-    if not isinstance(native, bool):
-        raise ConfigurationError(f'"native_kernels" = {native!r} in "backend_options" is not valid: send true or false.', param="backend_options")
-    return threads, native
+        switches = {name: options.get(name, True) for name in names[1:]}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ConfigurationError(f'"{name}" = {value!r} in "backend_options" is not valid: send true or false.', param="backend_options")
+        return cls(threads, **switches)
 
 
 def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
@@ -230,26 +164,3 @@ def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
             param="max_model_len",
         )
     return args.max_model_len
-
-
-def _compute_dtype(name: str) -> torch.dtype | None:
-    """The dtype that was asked for; None leaves the choice to the model."""
-    import torch
-
-    from pocketllm.torch_engine.layers.linear import has_bfloat16_units, has_float16_packing
-
-    if name == "auto":
-        return None
-    if name == "bfloat16" and not has_bfloat16_units():
-        raise UnsupportedFeatureError('"dtype" = "bfloat16" needs a processor with AVX-512 BF16 or AMX: use "float16" or "float32".', param="dtype")
-    if name == "float16" and not has_float16_packing():
-        raise UnsupportedFeatureError('"dtype" = "float16" needs an x86 processor here: use "float32".', param="dtype")
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def _kv_dtype(name: str, compute: torch.dtype | None) -> torch.dtype:
-    import torch
-
-    from pocketllm.torch_engine.layers.linear import default_dtype
-
-    return compute or default_dtype() if name == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -81,7 +81,7 @@ class Batch:
     @cached_property
     def state_slots(self) -> list[int]:
         """Slot of the recurrent state of each of `rows`, in a hybrid model."""
-        return [scheduled.row.state_slot for scheduled in self.rows]
+        return [scheduled.row.slot for scheduled in self.rows]
 
     def rotation(self, rope: RotaryEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the tokens' positions under `rope`, as RotaryEmbedding.at gives them."""

@@ -22,10 +22,9 @@ class DeviceBatch:
         row_slots: [num_rows] int32, each row's line in `block_tables`, or -1.
         state_slots: [num_rows] int32, each row's slot in the state cache of a hybrid model, or -1.
         lengths: [num_rows] int32, tokens that the row's last token attends to, itself included.
-        starts: [num_rows + 1] int32, where each row's tokens begin in the batch; the last is num_tokens.
         num_decode: rows that compute one token; they come first.
-        query_lengths: tokens of each row after those, on the host.
-        sample_index: [num_sampling] int64, tokens whose logits are wanted; None is all of them.
+        starts: [num_prefill + 1] int32, where the tokens of each other row begin, counted from the first of them; the last is their number.
+        query_lengths: tokens of each of those rows, on the host.
     """
 
     token_ids: torch.Tensor
@@ -35,10 +34,9 @@ class DeviceBatch:
     row_slots: torch.Tensor
     state_slots: torch.Tensor
     lengths: torch.Tensor
-    starts: torch.Tensor
     num_decode: int
+    starts: torch.Tensor
     query_lengths: tuple[int, ...]
-    sample_index: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:

@@ -1,22 +1,22 @@
-"""The engine thread: schedule, execute, record, publish, until it is closed."""
+"""The engine thread: schedule, launch, resolve, publish, until it is closed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, EngineStats, Health, StepCallback, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError
 from pocketllm.torch_engine.masks import Masks
-from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.runner import Draw, Flight, Runner
 from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Callable[[], None]], tuple[Scheduler, ModelRunner]]
+Build = Callable[[Callable[[], None]], tuple[Scheduler, Runner]]
 
 
 class Engine:
@@ -26,6 +26,10 @@ class Engine:
     A row whose logits, constraint or listener fail ends alone; an exception in a step ends every row, and the engine is dead.
     The thread is a daemon, and Python ends such a thread in the middle of an operator, which aborts the process: whoever owns an
     engine closes it before the interpreter exits.
+
+    With a runner that runs ahead, a step is launched before the result of the one before is taken, so that choosing rows and telling
+    listeners go on while the device computes. Ids are then missing for the choice, and where it needs them (`Scheduler.can_run_ahead`) the loop
+    waits first, as it always does with other runners.
 
     Args:
         build: makes the scheduler and the runner. It runs on the engine's thread, so that this is the only thread on which
@@ -161,40 +165,59 @@ class Engine:
         self._built.set_result(None)
         self._run(runner)
 
-    def _run(self, runner: ModelRunner) -> None:
+    def _run(self, runner: Runner) -> None:
+        scheduler = self._scheduler
+        scheduler.on_release = runner.release
+        flying: tuple[list[ScheduledRow], Flight] | None = None  # the step that was advanced and not resolved
         try:
-            while self._await_work():
-                step = self._scheduler.schedule()
-                if step:
-                    self._record(step, runner.execute(step, self._masks, self._scheduler.take_copies()))
+            while self._await_work(flying is not None):
+                if flying is not None and not scheduler.can_run_ahead():
+                    self._land(*flying)
+                    flying = None
+                    continue  # for what came meanwhile
+                step = scheduler.schedule()
+                flight = runner.launch(step, self._masks, scheduler.take_copies()) if step else None
+                if flying is not None:
+                    self._land(*flying)
+                    flying = None
+                if flight is not None:
+                    scheduler.advance(step)
+                    flying = step, flight
+                if flying is not None and not runner.runs_ahead:
+                    self._land(*flying)
+                    flying = None
+            if flying is not None:
+                self._land(*flying)
         except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
             logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
         else:
             self._stop(Health("closed"), None)
+        finally:
+            scheduler.on_release = None  # the scheduler outlives the model
 
-    def _record(self, step: Sequence[ScheduledRow], results: Mapping[int, Draw | BaseException]) -> None:
-        """Hand what a step gave, by place, to constraints, scheduler and listeners. A row with an error ends before the others are counted."""
-        computed: list[ScheduledRow] = []
-        draws: list[Draw] = []
+    def _land(self, step: Sequence[ScheduledRow], flight: Flight) -> None:
+        """Wait for a step and hand what it gave to constraints, scheduler and listeners. A row with an error ends before the others are resolved."""
+        results = flight.result()
+        draws: dict[int, Draw] = {}
         for place, scheduled in enumerate(step):
+            if scheduled.row.slot < 0:  # it ended while this was computed
+                continue
             result = results.get(place)
             error = self._masks.accept(scheduled.row, result.token_id) if isinstance(result, Draw) else result
             if error is not None:
                 self._end(scheduled.row, error)
-                continue
-            computed.append(scheduled)
-            if isinstance(result, Draw):
-                draws.append(result)
-        updates = self._scheduler.update(computed, [draw.token_id for draw in draws])
-        for update, draw in zip(updates, draws, strict=True):
+            elif isinstance(result, Draw):
+                draws[place] = result
+        updates = self._scheduler.resolve(step, {place: draw.token_id for place, draw in draws.items()})
+        for update, draw in zip(updates, draws.values(), strict=True):
             self._publish(update, draw)
 
-    def _await_work(self) -> bool:
-        """Take what other threads handed over; sleep while there is nothing to do. False when the engine is to close."""
+    def _await_work(self, is_flying: bool) -> bool:
+        """Take what other threads handed over; sleep while there is nothing to do, not even a step to land. False when the engine is to close."""
         while True:
             with self._wake:
-                while not (self._inbox or self._closing or self._scheduler.running or self._scheduler.waiting):
+                while not (self._inbox or self._closing or is_flying or self._scheduler.running or self._scheduler.waiting):
                     self._wake.wait()
                 if self._closing:
                     return False
@@ -202,7 +225,7 @@ class Engine:
                 messages, self._inbox = self._inbox, deque()
             for message in messages:
                 message()
-            if self._scheduler.running or self._scheduler.waiting:
+            if is_flying or self._scheduler.running or self._scheduler.waiting:
                 return True
 
     def _add(self, request: EngineRequest) -> None:

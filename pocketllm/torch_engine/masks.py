@@ -50,7 +50,10 @@ class Masks:
         return future.result() if error is None else error
 
     def accept(self, row: Row, token_id: int) -> BaseException | None:
-        """Tell the row's constraint what was drawn, and begin the next mask unless the row ends here. Returns what the constraint raised."""
+        """Tell the constraint of a row what it drew, before the scheduler resolves it, and begin the next mask unless the row ends here.
+
+        Returns what the constraint raised.
+        """
         request = row.request
         if request.constraint is None or token_id in request.eos_token_ids:
             return None
@@ -59,7 +62,7 @@ class Masks:
             row.is_complete = bool(request.constraint.is_complete)
         except BaseException as error:  # a panic of a native module is no Exception, and is this row's alone all the same
             return error
-        if not row.is_complete and row.num_generated + 1 < request.max_tokens:
+        if not row.is_complete and row.num_generated < request.max_tokens:  # this id is counted already
             self.ask(row)
         return None
 

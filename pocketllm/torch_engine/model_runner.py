@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from pocketllm.backends.base import TokenLogprobs
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
@@ -16,17 +14,10 @@ from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import Masks, Words
 from pocketllm.torch_engine.models.model import Model
+from pocketllm.torch_engine.runner import Draw, Landed
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """The id that a row drew, and its log probabilities where the row asked for them and the id is not one that ends it."""
-
-    token_id: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ModelRunner:
@@ -45,6 +36,14 @@ class ModelRunner:
         self.block_size = block_size
         self.num_threads = num_threads
         self.vocab_size = model.vocab_size
+        self.runs_ahead = False
+
+    def launch(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> Landed:
+        """`execute`, whose result is there at once."""
+        return Landed(self.execute(step, masks, copies))
+
+    def release(self, row: Row) -> None:
+        """Nothing is kept of a row."""
 
     @torch.inference_mode()
     def execute(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:
@@ -68,7 +67,7 @@ class ModelRunner:
             results = {places[id(scheduled)]: result for scheduled, result in zip(batch.sampling, drawn, strict=True)}
         if not math.isfinite(float(hidden.sum())):
             for scheduled in self._clear_broken(batch, hidden):
-                results[places[id(scheduled)]] = _not_finite()
+                results[places[id(scheduled)]] = not_finite()
         return results
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[Draw | BaseException]:
@@ -88,7 +87,7 @@ class ModelRunner:
             if place in errors:
                 results.append(errors[place])
             elif token_id is None:
-                results.append(_nothing_allowed() if place in words and math.isfinite(logits[place].max()) else _not_finite())
+                results.append(nothing_allowed() if place in words and math.isfinite(logits[place].max()) else not_finite())
             elif request.logprobs is None or token_id in request.eos_token_ids:
                 results.append(Draw(token_id))
             else:
@@ -108,9 +107,9 @@ class ModelRunner:
         return [batch.rows[row] for row in sorted(set(rows[broken].tolist()))]
 
 
-def _not_finite() -> PocketLLMError:
+def not_finite() -> PocketLLMError:
     return PocketLLMError("The model computed values that are not finite, so no token can be drawn from them.")
 
 
-def _nothing_allowed() -> PocketLLMError:
+def nothing_allowed() -> PocketLLMError:
     return PocketLLMError("The constraint on this answer allows no token here, so it can be neither continued nor ended.")

@@ -1,8 +1,8 @@
-"""Slots for the recurrent states of hybrid models, as plain ints: which row owns which, and which prefix each snapshot stands for. No tensors.
+"""Slots for the recurrent states of hybrid models, as plain ints: which prefix each snapshot stands for, and what is copied where. No tensors.
 
 The state of a layer that is not attention says nothing of earlier positions, so a cached prefix can be taken up again only
-where a copy of the state was kept: a snapshot. Slots [0, num_rows) belong to running rows; slots [num_rows, num_slots) hold
-snapshots, so a row never waits for one, and what snapshots take in memory is fixed.
+where a copy of the state was kept: a snapshot. Slots [0, num_rows) are those of the running rows, which the scheduler hands out;
+slots [num_rows, num_slots) hold snapshots, so a row never waits for one, and what snapshots take in memory is fixed.
 
 Nothing is copied here. The pool writes down copies, and whoever owns the tensors carries them out in this order before the
 next step. So each decision sees the slots as if all earlier ones had been carried out at once: a snapshot may be evicted, and
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 class StatePool:
-    """Hands out one slot a running row, and keeps snapshots as their worth says.
+    """Starts rows in their slots, and keeps snapshots as their worth says.
 
     Args:
         num_rows: most running rows.
@@ -69,7 +69,6 @@ class StatePool:
         self.num_rows = num_rows
         self.num_slots = num_rows + num_snapshots
         self.interval_blocks = interval_blocks
-        self._free_rows: deque[int] = deque(range(num_rows))
         self._free_snapshots: deque[int] = deque(range(num_rows, self.num_slots))
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
         self._copies: list[StateCopy] = []
@@ -88,9 +87,8 @@ class StatePool:
         """Whether a row can start after the prefix `digest`."""
         return digest in self._snapshots
 
-    def start(self, digest: bytes | None) -> int:
-        """A slot for a row that goes on from the snapshot of `digest`, or that starts at its beginning."""
-        slot = self._free_rows.popleft()
+    def start(self, slot: int, digest: bytes | None) -> None:
+        """Start a row in its `slot`: from the snapshot of `digest`, or at its beginning."""
         source = None
         if digest is not None:
             snapshot = self._snapshots[digest]
@@ -98,11 +96,9 @@ class StatePool:
             self._snapshots.move_to_end(digest)
             source = snapshot.slot
         self._copies.append(StateCopy(source, slot))
-        return slot
 
-    def end(self, slot: int, newest: Snapshot | None) -> None:
-        """Give back the slot of a row that stops running; its newest snapshot stays."""
-        self._free_rows.append(slot)
+    def end(self, newest: Snapshot | None) -> None:
+        """A row stops running; its newest snapshot stays."""
         if newest is not None:
             newest.rows -= 1
             newest.worth = Worth.LASTING
@@ -146,16 +142,14 @@ class StatePool:
         marks = (digest for digest, snapshot in self._snapshots.items() if snapshot.worth == Worth.INTERVAL and not snapshot.rows)
         return next(marks, next(iter(self._snapshots)))
 
-    def check_integrity(self, rows: Iterable[tuple[int, Snapshot | None]]) -> None:
-        """Raise AssertionError unless slots and counts are just those of `rows`: slot and newest snapshot of each running row."""
-        held = list(rows)
-        slots = [slot for slot, _ in held]
-        assert sorted([*slots, *self._free_rows]) == list(range(self.num_rows)), "a row's slot is lost or held twice"
+    def check_integrity(self, newest: Iterable[Snapshot | None]) -> None:
+        """Raise AssertionError unless slots and counts are just those of `newest`: the newest snapshot of each running row."""
+        held = list(newest)
         used = [snapshot.slot for snapshot in self._snapshots.values()]
         assert sorted([*used, *self._free_snapshots]) == list(range(self.num_rows, self.num_slots)), "a snapshot's slot is lost or held twice"
         for digest, snapshot in self._snapshots.items():
             assert snapshot.digest == digest, "a snapshot is filed under another prefix"
-            assert snapshot.rows == sum(newest is snapshot for _, newest in held), "a snapshot counts other rows than hold it"
+            assert snapshot.rows == sum(one is snapshot for one in held), "a snapshot counts other rows than hold it"
             assert snapshot.rows or snapshot.worth != Worth.PASSING, "a snapshot that nobody needs takes a slot"
-        for _, newest in held:
-            assert newest is None or newest.slot < 0 or self._snapshots.get(newest.digest) is newest, "a row's snapshot is unknown to the pool"
+        for one in held:
+            assert one is None or one.slot < 0 or self._snapshots.get(one.digest) is one, "a row's snapshot is unknown to the pool"

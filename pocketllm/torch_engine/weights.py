@@ -60,6 +60,12 @@ class StoredTensor:
             dequantize_fp8(self.values, self.scales, out)
         return out
 
+    def to_device(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The values of a float type as `dtype` on `device`; they are converted there."""
+        assert self.values is not None
+        assert self.scales is None
+        return self.values.to(device).to(dtype)
+
     def select_rows(self, order: torch.Tensor) -> StoredTensor:
         """The same tensor with its rows (indices of the first dimension) in another order, or some of them; blocks run along rows, so they move whole."""
         blocks = None if self.blocks is None else self.blocks[order.numpy()]

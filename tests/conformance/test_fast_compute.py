@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pocketllm.backends.base import EngineRequest
-from pocketllm.backends.torch import BLOCK_SIZE, TorchBackend
+from pocketllm.backends.torch import TorchBackend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.text.tokenizer import load_tokenizer
 from pocketllm.torch_engine.batch import build_batch
 from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.cache_plan import BLOCK_SIZE
 from pocketllm.torch_engine.scheduler import ScheduledRow, Scheduler
 from tests.conformance.llama_oracle import Oracle
 from tests.conformance.prompts import TEXTS
@@ -55,8 +56,9 @@ class TeacherForced:
         while step := scheduler.schedule():
             for scheduled, ids in self._compute(step):
                 best[id(scheduled.row)] += ids
-            forced = [self._next_id(scheduled, text_of[id(scheduled.row)]) for scheduled in step if scheduled.samples]
-            scheduler.update(step, forced)
+            forced = {place: self._next_id(one, text_of[id(one.row)]) for place, one in enumerate(step) if one.samples}
+            scheduler.advance(step)
+            scheduler.resolve(step, forced)
         return [best[id(row)] for row in rows]
 
     def _compute(self, step: Sequence[ScheduledRow]) -> Iterator[tuple[ScheduledRow, list[int]]]:

@@ -19,7 +19,7 @@ def scheduled(table: list[int], computed: int, num_tokens: int, ahead: int = 0) 
     length = computed + num_tokens + ahead
     row = Row(EngineRequest(f"row {table[0]}", tuple(100 * table[0] + place for place in range(length)), 8))
     row.block_table, row.num_computed_tokens = table, computed
-    return ScheduledRow(row, num_tokens)
+    return ScheduledRow(row, num_tokens, ahead == 0)
 
 
 def build(*step: ScheduledRow) -> Batch:

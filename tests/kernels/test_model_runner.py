@@ -14,8 +14,9 @@ from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.masks import Masks
-from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.models.llama import Llama
+from pocketllm.torch_engine.runner import Draw
 from pocketllm.torch_engine.scheduler import Scheduler
 
 POISON, BLOCK_SIZE = 49, 4
@@ -40,13 +41,12 @@ class Plane:
     def step(self) -> None:
         step = self.scheduler.schedule()
         results = self.runner.execute(step, self.masks)
+        self.scheduler.advance(step)
         failed = [place for place, result in results.items() if isinstance(result, BaseException)]
         for place in failed:
             self.scheduler.remove(step[place].row)
             self.failed.append(step[place].row.request.request_id)
-        healthy = [one for place, one in enumerate(step) if place not in failed]
-        ids = [result.token_id for place in range(len(step)) if isinstance(result := results.get(place), Draw)]
-        for update in self.scheduler.update(healthy, ids):
+        for update in self.scheduler.resolve(step, {place: result.token_id for place, result in results.items() if isinstance(result, Draw)}):
             self.answers.setdefault(update.row.request.request_id, []).extend(update.token_ids)
         self.scheduler.check_integrity()
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from tiny_llama import tiny_tensors, write_tiny_llama
 
 from pocketllm.backends.base import EngineRequest, LoadProgress, StepOutput
 from pocketllm.backends.torch import TorchBackend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
-from pocketllm.errors import BackendUnavailableError, ConfigurationError
+from pocketllm.errors import BackendUnavailableError, ConfigurationError, UnsupportedFeatureError
 
 REQUEST = EngineRequest("a", (1, 2, 3), 50)
 
@@ -41,7 +42,7 @@ def engine_threads() -> list[threading.Thread]:
         ({"num_threads": 1025}, '"num_threads" = 1025 in "backend_options" is not valid: send a whole number from 1 to 1024.'),
         ({"num_threads": True}, '"num_threads" = True in "backend_options" is not valid: send a whole number from 1 to 1024.'),
         ({"native_kernels": 1}, '"native_kernels" = 1 in "backend_options" is not valid: send true or false.'),
-        ({"threads": 1}, "\"backend_options\" holds 'threads', which the torch plane does not know: it takes num_threads, native_kernels."),
+        ({"threads": 1}, "\"backend_options\" holds 'threads', which the torch plane does not know: it takes num_threads, native_kernels, cuda_graphs."),
     ],
 )
 def test_wrong_plane_options_are_refused_before_loading(plane: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -64,6 +65,14 @@ def test_what_can_not_fit_is_refused(options: dict[str, Any], says: str, param: 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.param == param
+    assert engine_threads() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"'cuda:1' can't be used: this PyTorch .* or send") as caught:
+        backend_of(tmp_path, device="cuda:1").load(ignore)
+    assert caught.value.param == "device"
     assert engine_threads() == []
 
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.backends.select import select_backend
-from pocketllm.backends.torch import BLOCK_SIZE, TorchBackend
+from pocketllm.backends.torch import TorchBackend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.torch_engine.batch import build_batch
 from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.cache_plan import BLOCK_SIZE
 from pocketllm.torch_engine.scheduler import Scheduler
 
 WAIT = 60.0
@@ -73,7 +74,8 @@ def logits_of(path: Path, texts: Sequence[list[int]], chunk: int, dtype: str = "
         logits = runner.model.logits(runner.model.forward(batch, runner.cache))
         for scheduled, part in zip(batch.rows, logits.split([scheduled.num_tokens for scheduled in batch.rows]), strict=True):
             parts[scheduled.row.request.request_id].append(part)
-        scheduler.update(step, [0] * len(batch.sampling))
+        scheduler.advance(step)
+        scheduler.resolve(step, {place: 0 for place, scheduled in enumerate(step) if scheduled.samples})
     return [torch.cat(parts[str(place)]) for place in range(len(texts))]
 
 

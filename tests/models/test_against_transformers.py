@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pocketllm.backends.torch import BLOCK_SIZE
+from pocketllm.checkpoint import open_checkpoint
+from pocketllm.torch_engine.cache_plan import BLOCK_SIZE
 from pocketllm.torch_engine.layers.linear import has_bfloat16_units
+from pocketllm.torch_engine.models.registry import kv_sizes
+from tests.models.generic_variants import GENERIC_VARIANTS
 from tests.models.plane import check_close, check_greedy, expected_logits, generate, logits_of, opened
 from tests.models.tiny import CONTEXT, PROMPTS, Variant
 from tests.models.variants import VARIANTS
@@ -28,11 +31,11 @@ class Case:
 
     @property
     def block_bytes(self) -> int:
-        config = self.oracle.config
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * BLOCK_SIZE
+        num_layers, num_kv_heads, head_dim = kv_sizes(open_checkpoint(self.path))
+        return 2 * num_layers * num_kv_heads * head_dim * 4 * BLOCK_SIZE
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+@pytest.fixture(scope="module", params=[*VARIANTS, *GENERIC_VARIANTS], ids=lambda variant: variant.name)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp(request.param.name)
     return Case(path, request.param.save(path))

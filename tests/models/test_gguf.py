@@ -128,10 +128,9 @@ def compute(checkpoint: Checkpoint, dtype: torch.dtype | None, threads: int = 0)
         logits = model.logits(model.forward(batch, cache))
         for scheduled, part in zip(batch.rows, logits.split([one.num_tokens for one in batch.rows]), strict=True):
             found[scheduled.row.request.request_id].append(part)
-        rows = [one.row for one in step]
-        scheduler.update(
-            step, [texts[row.request.request_id][len(row.token_ids)] if len(row.token_ids) < len(texts[row.request.request_id]) else 0 for row in rows]
-        )
+        forced = {place: (texts[one.row.request.request_id] + [0])[len(one.row.token_ids)] for place, one in enumerate(step)}
+        scheduler.advance(step)
+        scheduler.resolve(step, forced)
     return model.native_kernels, [torch.cat(found[name]) for name in texts]
 
 

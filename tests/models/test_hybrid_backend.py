@@ -14,10 +14,11 @@ from tiny_qwen3_5 import SIZES, greedy, write_tiny
 
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.backends.select import select_backend
-from pocketllm.backends.torch import BLOCK_SIZE, TorchBackend
+from pocketllm.backends.torch import TorchBackend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError
+from pocketllm.torch_engine.cache_plan import BLOCK_SIZE
 
 WAIT = 60.0
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf, write_tiny_moe
-from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
+from tests.models.plain_torch import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 LENGTHS = [1, 3, 37, 64, 131]  # ragged, around the chunk of 64
 ANSWER = 64

@@ -33,12 +33,13 @@ _SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One architecture with what it may vary, as keys of transformers' config; plain is without any of that."""
+    """One architecture with what it may vary, as keys of transformers' config; plain is without any of that. `biases` says how large biases are."""
 
     name: str
     architecture: str
     keys: dict[str, Any] = field(default_factory=dict)
     is_plain: bool = False
+    biases: float = 1.0
 
     def build(self) -> PreTrainedModel:
         """transformers' model with random float32 weights, always the same, of a size that makes its answers differ by their prompts."""
@@ -50,11 +51,11 @@ class Variant:
                 values = torch.randn(parameter.shape, generator=generator)
                 if "norm" in name and parameter.dim() == 1:
                     values = values / 4 + (0 if "gemma" in self.architecture else 1)
-                elif "embed_tokens" in name:
+                elif any(word in name for word in ("embed_tokens", "wte", "embed_in")):
                     values *= 0.3 if "gemma" in self.architecture else 2
                 elif parameter.dim() > 1:
                     values /= parameter.shape[-1] ** 0.5
-                parameter.copy_(values)
+                parameter.copy_(values * self.biases if name.endswith(".bias") else values)
             model.tie_weights()
         return model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.checkpoint import open_checkpoint
@@ -15,11 +15,13 @@ from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache
 from pocketllm.torch_engine.masks import Masks
-from pocketllm.torch_engine.model_runner import Draw, ModelRunner
+from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.models.qwen3_5 import Qwen3_5
 from pocketllm.torch_engine.models.registry import MODELS
+from pocketllm.torch_engine.runner import Draw
 from pocketllm.torch_engine.scheduler import Row, Scheduler
 from pocketllm.torch_engine.state_pool import StatePool
+from tests.models.plain_torch import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 151,
@@ -206,8 +208,8 @@ class Plane:
             self.logits[one.row.request.request_id].append(logits.clone())
         for one in step:
             self.computed[one.row.request.request_id] += one.num_tokens
-        draws = [results[place] for place, one in enumerate(step) if one.samples]
-        for update in self.scheduler.update(step, [draw.token_id for draw in draws if isinstance(draw, Draw)]):
+        self.scheduler.advance(step)
+        for update in self.scheduler.resolve(step, {place: draw.token_id for place, draw in results.items() if isinstance(draw, Draw)}):
             self.answers[update.row.request.request_id].extend(update.token_ids)
         self.scheduler.check_integrity()
 

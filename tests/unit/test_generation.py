@@ -374,8 +374,8 @@ def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
 
 
 def test_options_that_no_plane_takes_are_refused_before_a_model_is_looked_for() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="not supported yet: models run on the CPU"):
-        GenerationService.open(EngineArgs(model="./no/such/model.gguf", device="cuda"))
+    with pytest.raises(UnsupportedFeatureError, match="not supported yet: one device runs the whole model"):
+        GenerationService.open(EngineArgs(model="./no/such/model.gguf", tensor_parallel_size=2))
 
 
 def test_a_template_without_a_place_for_tools_is_said_once(open_service: Open, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,28 +13,43 @@ from pocketllm.torch_engine.batch import Batch, Decode, Prefill
 _NUMPY_BITS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros for a cache. The CPU's memory is taken from the system when it is first written, not before."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_BITS[dtype])).view(dtype)  # calloc; torch.zeros writes all pages
+
+
 class KVCache:
     """Keys and values of every layer, by slot; slot s is place s % block_size of block s // block_size.
-
-    Memory is taken from the system when a slot is first written, not before.
 
     Args:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes.
         dtype: of the cached values.
+        device: where they lie.
 
     Attributes:
         blocks: a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim], keys before values.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        shape = (num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim)
-        bits = np.zeros(shape, dtype=_NUMPY_BITS[dtype])  # calloc: zero pages that cost nothing until written; torch.zeros writes them all
-        self.blocks = list(torch.from_numpy(bits).view(dtype))
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        stored = zeros((num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim), dtype, self.device)
+        self.blocks = list(stored)
         self._slots = [layer.flatten(0, 1) for layer in self.blocks]  # a layer: [num_slots, 2, num_kv_heads, head_dim]
         self._keys = [layer[:, 0] for layer in self._slots]
         self._values = [layer[:, 1] for layer in self._slots]
         self.dtype = dtype
-        self.num_bytes = bits.nbytes
+        self.num_bytes = stored.nbytes
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values, each [num_tokens, num_kv_heads, head_dim] in the cache's dtype, at slot_mapping [num_tokens]."""

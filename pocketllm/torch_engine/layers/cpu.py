@@ -32,7 +32,8 @@ class CpuDevice:
     """
 
     def __init__(self, dtype: torch.dtype | None = None, native_threads: int = 0) -> None:
-        self._dtype, self._native_threads = dtype, native_threads
+        self.device = torch.device("cpu")
+        self.dtype, self._native_threads = dtype, native_threads
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> CpuLayers:
         if not self._native_threads:
@@ -40,9 +41,9 @@ class CpuDevice:
         elif head is None:
             obstacle = "not made for layers of linear attention"
         else:
-            obstacle = "used by dtype auto only" if self._dtype is not None else unsuited(list(linears), head, head_dim)
+            obstacle = "used by dtype auto only" if self.dtype is not None else unsuited(list(linears), head, head_dim)
         team = Team(self._native_threads) if obstacle is None else None
-        return CpuLayers(self._dtype or (torch.float32 if team is not None else default_dtype()), team, obstacle or "in use")
+        return CpuLayers(self.dtype or (torch.float32 if team is not None else default_dtype()), team, obstacle or "in use")
 
 
 class CpuLayers:
@@ -132,6 +133,8 @@ class CpuAddition:
 
 class CpuFeedForward:
     """See device.FeedForward."""
+
+    is_capturable = False
 
     def __init__(self, norm: RMSNorm, inner: TokenWise, norm_after: RMSNorm | None) -> None:
         self.norm, self.inner, self._norm_after = norm, inner, norm_after

@@ -99,9 +99,14 @@ class Addition(Protocol):
 
 
 class FeedForward(Protocol):
-    """A norm, a dense or mixed feed-forward, and a norm where there is one, added to the residual stream."""
+    """A norm, a dense or mixed feed-forward, and a norm where there is one, added to the residual stream.
+
+    Attributes:
+        is_capturable: a CUDA graph can hold it: it never waits for the device.
+    """
 
     num_bytes: int
+    is_capturable: bool
 
     def add(self, hidden: torch.Tensor) -> None:
         """hidden: [num_tokens, hidden_size], changed in place."""
@@ -156,7 +161,15 @@ class Layers(Protocol):
 
 
 class Device(Protocol):
-    """Where a model runs."""
+    """Where a model runs.
+
+    Attributes:
+        device: of the weights and caches.
+        dtype: compute dtype, as the device describes it; None leaves the choice to the model.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> Layers:
         """The builder for a model; its matrices may decide how the device computes, where the model's kind lets it choose."""

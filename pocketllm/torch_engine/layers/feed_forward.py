@@ -58,7 +58,7 @@ class MixtureOfExperts:
         tokens = order // self._top_k  # [num_tokens * top_k]
         weights = shares.flatten()[order].unsqueeze(1)
         counts = chosen.flatten().bincount(minlength=len(self._experts)).tolist()
-        mixed = torch.zeros(x.shape, dtype=torch.float32)
+        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         start = 0
         for expert, count in zip(self._experts, counts, strict=True):
             if count:
@@ -71,7 +71,7 @@ class MixtureOfExperts:
 class SharedExpert:
     """mixture(x) + sigmoid(gate x) * shared(x). gate: [1, hidden_size] float32."""
 
-    def __init__(self, mixture: MixtureOfExperts, shared: GatedFeedForward, gate: torch.Tensor) -> None:
+    def __init__(self, mixture: TokenWise, shared: TokenWise, gate: torch.Tensor) -> None:
         self._mixture, self._shared, self._gate = mixture, shared, gate
         self.num_bytes = mixture.num_bytes + shared.num_bytes + gate.nbytes
 

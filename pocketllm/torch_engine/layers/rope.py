@@ -20,10 +20,20 @@ class RotaryEmbedding:
         max_positions: positions are below this.
         scaling: None, or config.json's `rope_scaling`, a mapping with "rope_type", one of ROPE_TYPES, and that type's numbers.
         factors: [rotary_dim / 2] float32, divisors of the frequencies, for the type "frequency_factors".
+        device: where the tables lie; they are computed on the CPU, to the same numbers for every device.
+
+    Attributes:
+        cos, sin: [max_positions, rotary_dim / 2] float32.
     """
 
     def __init__(
-        self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
+        self,
+        rotary_dim: int,
+        theta: float,
+        max_positions: int,
+        scaling: Mapping[str, Any] | None = None,
+        factors: torch.Tensor | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
         inverse = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
         magnitude = 1.0
@@ -41,12 +51,12 @@ class RotaryEmbedding:
             # "dynamic" stretches only past max_position_embeddings, and no row gets that far.
             assert kind in (None, "dynamic"), kind
         angles = torch.outer(torch.arange(max_positions).float(), inverse)  # [max_positions, rotary_dim / 2]
-        self._cos = angles.cos().mul_(magnitude)
-        self._sin = angles.sin().mul_(magnitude)
+        self.cos = angles.cos().mul_(magnitude).to(device)
+        self.sin = angles.sin().mul_(magnitude).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of a step's positions [num_tokens], each [num_tokens, 1, rotary_dim / 2] float32."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

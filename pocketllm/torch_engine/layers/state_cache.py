@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.attention import KVCache, zeros
 from pocketllm.torch_engine.state_pool import StateCopy
 
 
@@ -17,7 +16,7 @@ class StateShape:
     """Sizes of one slot of one Gated DeltaNet layer.
 
     Args:
-        conv_tail: tokens that the causal convolution looks back on, its kernel size less one.
+        conv_tail: inputs of the causal convolution that are kept: those it looks back on, its kernel size less one, or on a GPU all that it covers.
         conv_dim: channels of the convolution.
         num_heads: value heads.
         key_dim, value_dim: of one head.
@@ -37,20 +36,21 @@ class StateShape:
 class StateCache:
     """States of every Gated DeltaNet layer, by slot. StatePool says what each slot holds.
 
-    Memory is taken from the system when a slot is first written, not before.
-
     Args:
         num_layers, num_slots: sizes.
         shape: of one slot in one layer.
+        device: where they lie.
 
     Attributes:
-        conv: a layer: [num_slots, conv_tail, conv_dim] float32, the last inputs of the convolution, oldest first, 0 before the row's beginning.
+        conv: a layer: [num_slots, conv_tail, conv_dim] float32, the last inputs of the convolution, 0 before the row's beginning: oldest first,
+            on a GPU that of position p at place p % conv_tail.
         recurrent: a layer: [num_slots, num_heads, key_dim, value_dim] float32.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, shape: StateShape) -> None:
-        self._conv = _zero_pages(num_layers, num_slots, shape.conv_tail, shape.conv_dim)
-        self._recurrent = _zero_pages(num_layers, num_slots, shape.num_heads, shape.key_dim, shape.value_dim)
+    def __init__(self, num_layers: int, num_slots: int, shape: StateShape, device: str | torch.device = "cpu") -> None:
+        place = torch.device(device)
+        self._conv = zeros((num_layers, num_slots, shape.conv_tail, shape.conv_dim), torch.float32, place)
+        self._recurrent = zeros((num_layers, num_slots, shape.num_heads, shape.key_dim, shape.value_dim), torch.float32, place)
         self.conv = list(self._conv)
         self.recurrent = list(self._recurrent)
         self.num_bytes = self._conv.nbytes + self._recurrent.nbytes
@@ -68,10 +68,16 @@ class StateCache:
 class HybridCache(KVCache):
     """Paged keys and values of a hybrid model's attention layers, counted from 0 among themselves, and the states of its other layers."""
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, states: StateCache) -> None:
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        states: StateCache,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
         self.states = states
-
-
-def _zero_pages(*shape: int) -> torch.Tensor:
-    return torch.from_numpy(np.zeros(shape, dtype=np.float32))  # calloc, as in KVCache

@@ -113,6 +113,10 @@ class Decoder(ABC):
         return self.spec.vocab_size
 
     @property
+    def is_capturable(self) -> bool:
+        return all(layer.feed_forward.is_capturable for layer in self._layers)
+
+    @property
     def num_bytes(self) -> int:
         layers = sum(part.num_bytes for layer in self._layers for part in (layer.qkv, layer.output, layer.feed_forward))
         head = self._head.num_bytes if self._head is not None else self._decode_step.head_bytes if self._decode_step is not None else 0

@@ -29,6 +29,10 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold a step: nothing in it waits for the device."""
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all weights as they lie in memory."""
 

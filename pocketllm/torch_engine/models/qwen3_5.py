@@ -92,6 +92,10 @@ class Qwen3_5:
         return self.config.vocab_size
 
     @property
+    def is_capturable(self) -> bool:
+        return all(layer.feed_forward.is_capturable for layer in self._layers)
+
+    @property
     def num_bytes(self) -> int:
         return self._embedding.num_bytes + self._head.num_bytes + sum(layer.num_bytes for layer in self._layers)
 

@@ -1,4 +1,7 @@
-"""Which class runs which architecture. backends/select.py holds the same names, for those who may not import torch."""
+"""Which class runs which architecture. backends/select.py holds the same names, for those who may not import torch.
+
+Architectures that are not here run through transformers' modules, where those are plain attention.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,22 @@ HYBRIDS: dict[str, Callable[[Checkpoint], Qwen3_5Config]] = {
     "qwen3_5_moe": Qwen3_5Config.from_checkpoint,
     "qwen3_5_moe_text": Qwen3_5Config.from_checkpoint,
 }
+
+
+def model_class(checkpoint: Checkpoint) -> ModelClass:
+    """What builds the model of `checkpoint`."""
+    if checkpoint.architecture in MODELS:
+        return MODELS[checkpoint.architecture]
+    from pocketllm.torch_engine.models.generic import Generic  # transformers takes seconds to import, and need not be installed
+
+    return Generic
+
+
+def kv_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    """Layers of the model of `checkpoint`, and the KV heads and head dimension of those that keep keys and values."""
+    if checkpoint.architecture in MODELS:
+        return checkpoint.config["num_hidden_layers"], checkpoint.config["num_key_value_heads"], checkpoint.config["head_dim"]
+    from pocketllm.torch_engine.models.generic_layout import read_layout
+
+    layout = read_layout(checkpoint)
+    return layout.num_layers, layout.num_kv_heads, layout.head_dim

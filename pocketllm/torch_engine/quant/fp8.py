@@ -20,7 +20,12 @@ class BlockScales:
     block: tuple[int, int]
 
     def select_rows(self, order: torch.Tensor) -> BlockScales:
-        """Scales of the matrix whose rows are those at `order`: rows of several blocks mix, so each row then has its own."""
+        """Scales of the matrix whose rows are those at `order`. Where whole blocks move they stay blocks; else rows of several mix, and each has its own."""
+        height = self.block[0]
+        if order.numel() % height == 0:
+            by_block = order.view(-1, height)
+            if bool((by_block == by_block[:, :1] + torch.arange(height)).all() & (by_block[:, 0] % height == 0).all()):
+                return BlockScales(self.values[by_block[:, 0] // height], self.block)
         return BlockScales(self.values[order // self.block[0]], (1, self.block[1]))
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import BlockPool
-from pocketllm.torch_engine.scheduler import Row, Scheduler
+from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
 from pocketllm.torch_engine.state_pool import StatePool
 
 _KEYS = {"description", "options", "requests", "steps"}
 _REQUEST_KEYS = {"prompt_token_ids", "max_tokens", "eos_token_ids", "draws", "cached_tokens"}
 _STEP_KEYS = {"add", "cancel", "rows", "preempted", "finished", "blocks_used"}
-_OPTION_KEYS = {"num_blocks", "block_size", "max_batch_size", "prefill_chunk_tokens", "enable_prefix_caching"}
+_OPTION_KEYS = {"num_blocks", "block_size", "max_batch_size", "prefill_chunk_tokens", "prefill_chunk_beside_answers", "runs_ahead", "enable_prefix_caching"}
 _HYBRID_OPTION_KEYS = {"num_snapshots", "interval_blocks"}
 _HYBRID_STEP_KEYS = {"copies"}
 
@@ -43,7 +43,9 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
     states = None
     if "num_snapshots" in options:
         states = StatePool(options["max_batch_size"], options.pop("num_snapshots"), options.pop("interval_blocks"))
+    runs_ahead = options.pop("runs_ahead")
     scheduler = Scheduler(pool, **options, states=states)
+    flying: tuple[list[ScheduledRow], dict[int, int]] | None = None
     rows: dict[str, Row] = {}
     observed = []
     for step in trace["steps"]:
@@ -52,13 +54,23 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
         for name in step["cancel"]:
             scheduler.remove(rows[name])
         running = list(scheduler.running)
-        scheduled = scheduler.schedule()
-        copies = [[copy.source, copy.target] for copy in scheduler.take_copies()]
+        scheduled = [] if flying is not None and not scheduler.can_run_ahead() else scheduler.schedule()
+        copies = [[copy.source, copy.target] for copy in (scheduler.take_copies() if scheduled else ())]
         scheduler.check_integrity()
         preempted = [_name(row) for row in reversed(running) if row in scheduler.waiting]
         counts = [[_name(one.row), one.num_tokens] for one in scheduled]
-        sampling = [one.row for one in scheduled if one.samples]
-        updates = scheduler.update(scheduled, [trace["requests"][_name(row)]["draws"][row.num_generated] for row in sampling])
+        sampled = {place: trace["requests"][_name(one.row)]["draws"][one.row.num_generated] for place, one in enumerate(scheduled) if one.samples}
+        updates: list[RowUpdate] = []
+        if flying is not None:
+            updates = scheduler.resolve(*flying)
+            flying = None
+        if scheduled:
+            scheduler.advance(scheduled)
+            scheduler.check_integrity()
+            if runs_ahead:
+                flying = scheduled, sampled
+            else:
+                updates = scheduler.resolve(scheduled, sampled)
         scheduler.check_integrity()
         observed.append(
             {

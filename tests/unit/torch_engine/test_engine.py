@@ -12,6 +12,8 @@ from fake_model import alone
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.errors import ConfigurationError, PocketLLMError
 
+pytestmark = pytest.mark.usefixtures("either_runner")
+
 
 def test_an_answer_arrives_in_order_and_ends_once() -> None:
     with running() as setup:

@@ -8,8 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import pytest
 from engine_setup import WAIT, Answer, GatedModel, Setup, eventually, request, running
@@ -18,8 +18,9 @@ from pocketllm.backends.base import EngineStats, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.engine import Engine
-from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
+
+pytestmark = pytest.mark.usefixtures("either_runner")
 
 
 def test_an_exception_in_a_step_ends_every_row_and_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,16 +114,16 @@ def test_close_from_a_listener_does_not_wait_for_itself() -> None:
     assert setup.engine.health().state == "closed"
 
 
-def test_a_scheduler_that_fails_leaves_no_row_hanging(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_that_fails_leaves_no_row_hanging(either_runner: bool, caplog: pytest.LogCaptureFixture) -> None:
     class BrokenScheduler(Scheduler):
-        def update(self, step: Sequence[ScheduledRow], sampled: Sequence[int]) -> list[RowUpdate]:
+        def resolve(self, step: Sequence[ScheduledRow], sampled: Mapping[int, int]) -> list[RowUpdate]:
             raise RuntimeError("the scheduler is broken")
 
         def remove(self, row: Row) -> None:
             raise RuntimeError("and does not know its rows")
 
-    model = GatedModel(8, 4)
-    engine = Engine(lambda _check_open: (BrokenScheduler(BlockPool(8, 4), 2, 0), cast(ModelRunner, model)))
+    model = GatedModel(8, 4, runs_ahead=either_runner)
+    engine = Engine(lambda _check_open: (BrokenScheduler(BlockPool(8, 4), 2, 0), model))
     engine.wait_until_built()
     answer = Answer()
     with caplog.at_level(logging.CRITICAL):
@@ -169,10 +170,10 @@ def test_close_ends_a_build_at_its_next_check() -> None:
     assert engine.health().state == "closed"
 
 
-def test_close_frees_the_model() -> None:
-    model = GatedModel(8, 4)
+def test_close_frees_the_model(either_runner: bool) -> None:
+    model = GatedModel(8, 4, runs_ahead=either_runner)
     alive = weakref.ref(model)
-    made = [(Scheduler(BlockPool(8, 4), 2, 0), cast(ModelRunner, model))]
+    made = [(Scheduler(BlockPool(8, 4), 2, 0), model)]
     engine = Engine(lambda _check_open: made.pop())
     engine.wait_until_built()
     del model

@@ -20,7 +20,7 @@ def request(name: str, prompt: int | list[int], max_tokens: int = 4, eos: frozen
 
 
 class Driver:
-    """A scheduler with the fake model, checked after each half of a step."""
+    """A scheduler with the fake model, checked after each part of a step."""
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, *, slots: int = 8, chunk: int = 0, caching: bool = True) -> None:
         self.scheduler = Scheduler(BlockPool(num_blocks, block_size, enable_prefix_caching=caching), slots, chunk)
@@ -36,8 +36,10 @@ class Driver:
         scheduled = self.scheduler.schedule()
         self.scheduler.check_integrity()
         names = [(one.row.request.request_id, one.num_tokens) for one in scheduled]
-        sampled = self.model.compute(scheduled)
-        self.updates = self.scheduler.update(scheduled, [token_id for token_id in sampled.values() if token_id is not None])
+        sampled = self.model.draw(scheduled)
+        self.scheduler.advance(scheduled)
+        self.scheduler.check_integrity()
+        self.updates = self.scheduler.resolve(scheduled, sampled)
         self.scheduler.check_integrity()
         for update in self.updates:
             self.answers.setdefault(update.row.request.request_id, []).extend(update.token_ids)

@@ -1,4 +1,4 @@
-"""Slots of recurrent states: who owns which, what is kept, what makes room, and the copies that follow from it. Ints only."""
+"""Slots of recurrent states: what is kept, what makes room, and the copies that follow from it. Ints only."""
 
 from __future__ import annotations
 
@@ -29,60 +29,69 @@ def test_importing_it_loads_no_torch() -> None:
 
 def test_a_new_row_starts_from_nothing() -> None:
     pool = StatePool(2, 2, 4)
-    assert [pool.start(None), pool.start(None)] == [0, 1]
+    pool.start(0, None)
+    pool.start(1, None)
     assert pool.take_copies() == [StateCopy(None, 0), StateCopy(None, 1)]
     assert pool.take_copies() == []
-    pool.check_integrity([(0, None), (1, None)])
+    pool.check_integrity([None, None])
 
 
 def test_a_row_goes_on_from_a_snapshot() -> None:
     pool = StatePool(2, 2, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     snapshot = saved(pool, slot, A)
     assert (pool.has(A), pool.has(B)) == (True, False)
-    other = pool.start(A)
+    other = 1
+    pool.start(other, A)
     assert pool.take_copies() == [StateCopy(None, 0), StateCopy(0, 2), StateCopy(2, 1)]
-    pool.check_integrity([(slot, snapshot), (other, None)])
-    pool.end(slot, snapshot)
-    pool.end(other, None)
+    pool.check_integrity([snapshot, None])
+    pool.end(snapshot)
+    pool.end(None)
     pool.check_integrity([])
     assert pool.has(A)
 
 
 def test_a_passing_snapshot_gives_way_to_the_rows_next() -> None:
     pool = StatePool(1, 2, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     first = saved(pool, slot, A, worth=Worth.PASSING)
     second = saved(pool, slot, B, first, worth=Worth.PASSING)
     assert (pool.has(A), pool.has(B)) == (False, True)
     third = saved(pool, slot, C, second, worth=Worth.LASTING)
     fourth = saved(pool, slot, D, third, worth=Worth.PASSING)
     assert [pool.has(digest) for digest in (A, B, C, D)] == [False, False, True, True]
-    pool.check_integrity([(slot, fourth)])
+    pool.check_integrity([fourth])
 
 
 def test_the_last_one_of_a_row_that_ends_is_kept() -> None:
     pool = StatePool(1, 2, 4)
-    slot = pool.start(None)
-    pool.end(slot, saved(pool, slot, A, worth=Worth.PASSING))
-    slot = pool.start(None)
-    pool.end(slot, saved(pool, slot, B, saved(pool, slot, C, worth=Worth.PASSING), worth=Worth.PASSING))
+    slot = 0
+    pool.start(slot, None)
+    pool.end(saved(pool, slot, A, worth=Worth.PASSING))
+    slot = 0
+    pool.start(slot, None)
+    pool.end(saved(pool, slot, B, saved(pool, slot, C, worth=Worth.PASSING), worth=Worth.PASSING))
     assert [pool.has(digest) for digest in (A, B, C)] == [True, True, False]
     pool.check_integrity([])
 
 
 def test_one_that_another_row_started_from_is_kept() -> None:
     pool = StatePool(2, 3, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     first = saved(pool, slot, A, worth=Worth.PASSING)
-    pool.start(A)
+    pool.start(1, A)
     saved(pool, slot, B, first, worth=Worth.PASSING)
     assert pool.has(A)
 
 
 def test_rows_with_equal_prefixes_share_one_until_the_last_goes_on() -> None:
     pool = StatePool(2, 3, 4)
-    one, two = pool.start(None), pool.start(None)
+    one, two = 0, 1
+    pool.start(one, None)
+    pool.start(two, None)
     mine, other = saved(pool, one, A, worth=Worth.PASSING), saved(pool, two, A, worth=Worth.PASSING)
     assert mine is other
     assert pool.take_copies() == [StateCopy(None, 0), StateCopy(None, 1), StateCopy(0, 2)]
@@ -90,15 +99,16 @@ def test_rows_with_equal_prefixes_share_one_until_the_last_goes_on() -> None:
     assert pool.has(A)
     other = saved(pool, two, C, other, worth=Worth.PASSING)
     assert not pool.has(A)
-    pool.check_integrity([(one, mine), (two, other)])
+    pool.check_integrity([mine, other])
 
 
 def test_the_least_recently_used_one_makes_room() -> None:
     pool = StatePool(2, 2, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     for digest in (A, B):
         saved(pool, slot, digest)
-    pool.start(A)
+    pool.start(1, A)
     saved(pool, slot, C)
     assert [pool.has(digest) for digest in (A, B, C)] == [True, False, True]
     assert pool.take_copies()[-2:] == [StateCopy(2, 1), StateCopy(0, 3)]
@@ -106,52 +116,63 @@ def test_the_least_recently_used_one_makes_room() -> None:
 
 def test_marks_of_an_interval_make_room_first_unless_a_row_is_there_or_one_started_there() -> None:
     pool = StatePool(3, 3, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     saved(pool, slot, A)
     mark = saved(pool, slot, B, worth=Worth.INTERVAL)
-    pool.end(slot, None)
-    slot = pool.start(None)
+    pool.end(None)
+    slot = 0
+    pool.start(slot, None)
     held = saved(pool, slot, C, worth=Worth.INTERVAL)
-    other = pool.start(None)
+    other = 1
+    pool.start(other, None)
     saved(pool, other, D, mark, worth=Worth.INTERVAL)  # the row that left B has gone on
     assert [pool.has(digest) for digest in (A, B, C, D)] == [True, False, True, True]
-    pool.start(D)
+    pool.start(2, D)
     pool.save(other, B, held, Worth.PASSING)  # now nobody is at C
     assert [pool.has(digest) for digest in (A, B, C, D)] == [True, True, False, True]
 
 
 def test_a_row_outlives_its_snapshot() -> None:
     pool = StatePool(2, 1, 4)
-    one, two = pool.start(None), pool.start(None)
+    one, two = 0, 1
+    pool.start(one, None)
+    pool.start(two, None)
     lost = saved(pool, one, A, worth=Worth.PASSING)
     held = saved(pool, two, B, worth=Worth.PASSING)
     assert (lost.slot, held.slot) == (-1, 2)
     again = saved(pool, two, A, held, worth=Worth.PASSING)
-    pool.check_integrity([(one, lost), (two, again)])
+    pool.check_integrity([lost, again])
     newest = saved(pool, one, C, lost, worth=Worth.PASSING)  # takes the slot of `again`, not because of `lost`
-    pool.check_integrity([(one, newest), (two, again)])
-    pool.end(one, newest)
-    pool.end(two, again)
+    pool.check_integrity([newest, again])
+    pool.end(newest)
+    pool.end(again)
     pool.check_integrity([])
     assert pool.num_snapshots == 1
 
 
 def test_without_room_for_any_nothing_is_copied() -> None:
     pool = StatePool(1, 0, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     pool.take_copies()
     assert pool.save(slot, A, None, Worth.LASTING) is None
     assert pool.take_copies() == []
-    pool.check_integrity([(slot, None)])
+    pool.check_integrity([None])
 
 
 def test_a_lost_slot_is_noticed() -> None:
     pool = StatePool(2, 2, 4)
-    slot = pool.start(None)
+    slot = 0
+    pool.start(slot, None)
     snapshot = saved(pool, slot, A)
-    for rows, says in (([], "a row's slot"), ([(slot, None)], "counts other rows"), ([(slot, snapshot), (slot, None)], "a row's slot")):
-        with pytest.raises(AssertionError, match=says):
-            pool.check_integrity(rows)
+    pool.check_integrity([snapshot])
+    for newest in ([], [None], [snapshot, snapshot]):
+        with pytest.raises(AssertionError, match="counts other rows"):
+            pool.check_integrity(newest)
+    snapshot.slot = 3
+    with pytest.raises(AssertionError, match="a snapshot's slot is lost"):
+        pool.check_integrity([snapshot])
 
 
 class Hybrid:
@@ -164,8 +185,9 @@ class Hybrid:
 
     def step(self) -> list[int]:
         step = self.scheduler.schedule()
-        sampled = self.model.compute(step, self.scheduler.take_copies())
-        self.scheduler.update(step, [token_id for token_id in sampled.values() if token_id is not None])
+        sampled = self.model.draw(step, self.scheduler.take_copies())
+        self.scheduler.advance(step)
+        self.scheduler.resolve(step, sampled)
         self.scheduler.check_integrity()
         return [one.num_tokens for one in step]
 
@@ -213,9 +235,9 @@ def test_preemption_gives_the_slot_back_and_keeps_the_snapshot() -> None:
     row = hybrid.scheduler.add(EngineRequest("a", tuple(range(9)), 9))
     for _ in range(6):
         hybrid.step()
-    assert (row.state_slot, row.num_computed_tokens) == (0, 13)
+    assert (row.slot, row.num_computed_tokens) == (0, 13)
     hybrid.scheduler.preempt(row)
     hybrid.scheduler.check_integrity()
-    assert (row.state_slot, row.snapshot) == (-1, None)
+    assert (row.slot, row.snapshot) == (-1, None)
     assert hybrid.step() == [2]  # from 12 to the two tokens that it has beyond
     assert row.cached_tokens == 0

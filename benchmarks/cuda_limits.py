@@ -1,0 +1,100 @@
+"""What a GPU allows: how fast its memory is read and copied, how fast matrices multiply; and what a token costs of each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from pocketllm.checkpoint import open_checkpoint
+
+_READ_BYTES = 4 * 2**30
+_SIZE = 8192
+_SMALL = 64  # sizes are divided by it on a CPU, where only the program is tried
+_REPEATS = 20
+
+
+def measure_cuda_limits(device: str) -> dict[str, float]:
+    """Medians of several tries, on random numbers: `read_bytes_per_s` of 4 GiB summed, `copy_bytes_per_s` of 4 GiB copied, bytes read and written both
+    counted, and `bf16_flops_per_s` of a product of two 8192 x 8192 matrices.
+
+    The read is a plain Triton kernel, replayed as a CUDA graph; `read_block` says which block size was the fastest.
+    """
+    is_gpu = device != "cpu"
+    share = 1 if is_gpu else _SMALL
+    data = torch.randint(-(2**16), 2**16, (_READ_BYTES // 4 // share,), dtype=torch.int32, device=device)
+    blocks = (4096, 8192, 16384) if is_gpu else (0,)
+    seconds = {block: _median_seconds(_reader(data, block), device) for block in blocks}
+    block = min(seconds, key=lambda one: seconds[one])
+    target = torch.empty_like(data)
+    copy = _median_seconds(lambda: target.copy_(data), device)
+    side = _SIZE if is_gpu else _SIZE // 16
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = torch.empty_like(left)
+    multiply = _median_seconds(lambda: torch.mm(left, right, out=product), device)
+    return {
+        "read_bytes_per_s": data.nbytes / seconds[block],
+        "read_block": float(block),
+        "copy_bytes_per_s": 2 * data.nbytes / copy,
+        "bf16_flops_per_s": 2 * side**3 / multiply,
+    }
+
+
+def token_costs(directory: Path) -> dict[str, float]:
+    """What one token needs of the weights in `directory`, as the files store them.
+
+    `bytes_per_token` is what a decode step at batch 1 must read: every tensor, but not the embedding table unless it is the output head too.
+    `prefill_flops_per_token` is two operations a weight of the layers' matrices; the head runs once a prompt. Attention's own cost, which grows with the
+    context, and states are left out of both.
+    """
+    checkpoint = open_checkpoint(directory)
+    tied = checkpoint.config["tie_word_embeddings"]
+    read, weights = 0, 0
+    for tensor in checkpoint.tensors:
+        if tied or "embed_tokens" not in tensor.name:
+            read += tensor.num_bytes
+        if ".layers." in tensor.name and len(tensor.shape) == 2 and not tensor.name.endswith("_scale_inv"):
+            weights += tensor.shape[0] * tensor.shape[1]
+    return {"bytes_per_token": float(read), "prefill_flops_per_token": 2.0 * weights}
+
+
+def ceilings(limits: Mapping[str, float], costs: Mapping[str, float]) -> dict[str, float]:
+    """Most tokens a second of `prefill`, and steps a second of `decode`."""
+    return {
+        "prefill": limits["bf16_flops_per_s"] / costs["prefill_flops_per_token"],
+        "decode": limits["read_bytes_per_s"] / costs["bytes_per_token"],
+    }
+
+
+def _reader(data: torch.Tensor, block: int) -> Callable[[], object]:
+    if block == 0:
+        return data.sum
+    from cuda_read import sum_blocks
+
+    sums = torch.empty(data.numel() // block, dtype=torch.int32, device=data.device)
+    return lambda: sum_blocks(data, sums, block)
+
+
+def _median_seconds(work: Callable[[], object], device: str) -> float:
+    for _ in range(3):
+        work()
+    if device == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    samples: list[float] = []
+    for _ in range(_REPEATS):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        samples.append(before.elapsed_time(after) / 1e3)
+    return statistics.median(samples)

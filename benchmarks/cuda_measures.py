@@ -1,0 +1,197 @@
+"""PocketLLM on a GPU, measured through LLM's public calls: prefill, decode, a long prompt in chunks, and where the time goes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pocketllm import LLM, EngineArgs, SamplingParams
+from pocketllm.outputs import GenerationOutput
+
+_CHUNK_POLL = 0.01  # seconds between looks at the memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is measured, in tokens and rows.
+
+    Args:
+        prompts: (rows, tokens of each) of prefill.
+        decodes: (rows, tokens of the prompt of each, steps).
+        long: tokens of the long prompt; `appended` are then added to it.
+        chunk: most prompt tokens a step.
+        samples: repetitions.
+    """
+
+    prompts: tuple[tuple[int, int], ...] = ((1, 512), (1, 2048), (1, 8192), (32, 512))
+    decodes: tuple[tuple[int, int, int], ...] = ((1, 2048, 256), (32, 512, 128), (64, 512, 128))
+    long: int = 200_000
+    appended: int = 100
+    chunk: int = 8192
+    samples: int = 3
+
+    @classmethod
+    def tiny(cls) -> Workload:
+        """For trying the program."""
+        return cls(((1, 32), (2, 48)), ((1, 32, 16), (3, 24, 8)), 1500, 20, 128, 2)
+
+    @property
+    def rows(self) -> int:
+        return max(rows for rows, *_ in (*self.prompts, *self.decodes))
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer, the long prompt aside, with room for steps that are not measured."""
+        return max(*(tokens for _, tokens in self.prompts), *(tokens + steps for _, tokens, steps in self.decodes)) + 64
+
+
+class OursOnCuda:
+    """A loaded LLM with fresh prompts of token ids.
+
+    Args:
+        directory: the checkpoint.
+        device: "cuda" or "cpu".
+        options: EngineArgs beside those.
+        seed: of the prompts.
+    """
+
+    def __init__(self, directory: Path, device: str, options: dict[str, Any], seed: int) -> None:
+        start = time.perf_counter()
+        self._llm = LLM(EngineArgs(model=str(directory), device=device, **options))
+        self.load_seconds = time.perf_counter() - start
+        self._random = random.Random(seed)
+        size = self._llm.capabilities.vocab_size
+        self._ids = range(size // 20, size - size // 10)
+
+    @property
+    def capabilities(self) -> dict[str, Any]:
+        return asdict(self._llm.capabilities)
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def prefill(self, rows: int, tokens: int, samples: int) -> list[float]:
+        """Tokens a second, from the call to its return with the first token of each row; the first call, which compiles, is left out."""
+        seconds = [self._seconds(rows, tokens, 1) for _ in range(samples + 2)]
+        return [rows * tokens / one for one in seconds[2:]]
+
+    def decode(self, rows: int, tokens: int, steps: int, samples: int) -> list[float]:
+        """Tokens a second of all rows: the steps by which one call is longer than another, over the time by which it takes longer."""
+        few = min(16, steps)
+        rates = []
+        for number in range(samples + 1):
+            short, long = (self._seconds(rows, tokens, count) for count in (few, few + steps))
+            if number:
+                rates.append(rows * steps / (long - short))
+        return rates
+
+    def intervals(self, tokens: int, steps: int) -> list[float]:
+        """Seconds between the events of one streamed answer."""
+        times = []
+        with self._llm.generate_stream(self.fresh(tokens), _greedy(steps)) as stream:
+            for _event in stream:
+                times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+
+    def batch_total(self, rows: int, tokens: int, budget: int, samples: int) -> list[float]:
+        """Generated tokens a second of whole calls: `rows` prompts of `tokens` ids and answers of `budget`."""
+        seconds = [self._seconds(rows, tokens, budget) for _ in range(samples + 1)]
+        return [rows * budget / one for one in seconds[1:]]
+
+    def first_logprobs(self, prompt: list[int]) -> list[tuple[int, float]]:
+        """(id, log probability) of the 20 likeliest ids after `prompt`."""
+        (output,) = self._llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
+        assert output.logprobs is not None
+        return [(entry.token_id, entry.logprob) for entry in output.logprobs[0].top]
+
+    def long_prompt(self, tokens: int, appended: int) -> dict[str, Any]:
+        """A prompt of `tokens` ids in chunks, with memory by chunk, then the same with `appended` ids more, and what of it was computed."""
+        prompt = self.fresh(tokens)
+        first, watch, seconds = self._watched(prompt)
+        second, _, again = self._watched([*prompt, *first.token_ids, *self.fresh(appended - len(first.token_ids))])
+        return {
+            "prompt_tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "chunks": watch,
+            "appended_tokens": appended,
+            "append_seconds": again,
+            "append_cached_tokens": second.usage.cached_tokens,
+            "append_computed_tokens": second.usage.prompt_tokens - second.usage.cached_tokens,
+            "snapshot_interval": self._llm.capabilities.details.get("snapshot_interval"),
+        }
+
+    def profile(self, rows: int, tokens: int, steps: int) -> tuple[str, dict[str, float]]:
+        """A table of the kernels of one call, after one that warms up, and its sums in milliseconds."""
+        self._seconds(rows, tokens, steps)
+        kinds = [torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=kinds) as profile:
+            seconds = self._seconds(rows, tokens, steps)
+        averages = profile.key_averages()
+        kernels = [one for one in averages if one.self_device_time_total > 0]  # beside calls of the driver
+        table = averages.table(sort_by="self_device_time_total", row_limit=60, max_name_column_width=100)
+        busy, count = sum(one.self_device_time_total for one in kernels) / 1e3, sum(one.count for one in kernels)
+        return table, {"wall_ms": seconds * 1e3, "kernels_ms": busy, "kernels": float(count), "steps": float(steps)}
+
+    def fresh(self, count: int) -> list[int]:
+        """Ids without those at the ends of the vocabulary, which may be control tokens."""
+        return self._random.choices(self._ids, k=count)
+
+    def _seconds(self, rows: int, tokens: int, budget: int) -> float:
+        prompts = [self.fresh(tokens) for _ in range(rows)]
+        start = time.perf_counter()
+        outputs = self._llm.generate(prompts, _greedy(budget))
+        seconds = time.perf_counter() - start
+        _check(outputs, budget)
+        return seconds
+
+    def _watched(self, prompt: Sequence[int]) -> tuple[GenerationOutput, list[dict[str, float]], float]:
+        """One answer of a few tokens, and allocated memory while it was computed: one entry a number of used KV blocks, so about one a chunk."""
+        ended = threading.Event()
+        entries: list[dict[str, float]] = []
+
+        def watch() -> None:
+            start = time.perf_counter()
+            while not ended.wait(_CHUNK_POLL):
+                used = self._llm._service.stats().kv_blocks_used
+                now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                if entries and entries[-1]["kv_blocks"] == used:
+                    entries[-1]["peak_bytes"] = max(entries[-1]["peak_bytes"], peak)
+                    entries[-1]["after_bytes"] = now
+                else:
+                    seconds = time.perf_counter() - start
+                    entries.append({"kv_blocks": used, "at_s": round(seconds, 3), "before_bytes": now, "after_bytes": now, "peak_bytes": peak})
+
+        watcher = threading.Thread(target=watch)
+        if torch.cuda.is_available():
+            watcher.start()
+        start = time.perf_counter()
+        try:
+            (output,) = self._llm.generate(list(prompt), _greedy(8))
+        finally:
+            seconds = time.perf_counter() - start
+            ended.set()
+            if watcher.ident is not None:
+                watcher.join()
+        return output, entries, seconds
+
+
+def _greedy(budget: int) -> SamplingParams:
+    return SamplingParams(max_tokens=budget, temperature=0.0)
+
+
+def _check(outputs: Sequence[GenerationOutput], budget: int) -> None:
+    for output in outputs:
+        if len(output.token_ids) != budget:
+            raise RuntimeError(f"an answer of {budget} tokens ended after {len(output.token_ids)}: measure a checkpoint without EOS")
+        if output.usage.cached_tokens:
+            raise RuntimeError(f"a prompt drawn afresh hit the prefix cache with {output.usage.cached_tokens} tokens: the sample is not a prefill")

@@ -1,0 +1,106 @@
+"""The table of a torch_cuda report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: rates of PocketLLM in both formats, of transformers, and what the card allows; then the facts that have no limit beside them."""
+    rates = _rates(report)
+    limits = {row["measure"]: row for row in report["rows"] if row["section"] == "limits"}
+    lines = [
+        "| tokens/s, median (min to max) | PocketLLM bf16 | limit | of it | transformers | ratio | PocketLLM FP8 | of its limit | FP8 / bf16 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    measures = dict.fromkeys(measure for _, measure in rates)
+    for measure in measures:
+        bf16, fp8, peer = (rates.get((section, measure)) for section in ("ours-bf16", "ours-fp8", "peer"))
+        limit, fp8_limit = (_limit(limits.get(weights), measure) for weights in ("bf16", "fp8"))
+        lines.append(
+            f"| {measure} | {_range(bf16)} | {'-' if limit is None else f'{limit:,.0f}'} | {_share(bf16, limit)} | {_range(peer)} | {_ratio(bf16, peer)} "
+            f"| {_range(fp8)} | {_share(fp8, fp8_limit)} | {_ratio(fp8, bf16)} |"
+        )
+    lines.append("")
+    for row in report["rows"]:
+        if text := _fact(row):
+            lines.append(f"- {row['section']}: {text}")
+    if report["failed_sections"]:
+        lines.append(f"- FAILED: {', '.join(report['failed_sections'])}")
+    return "\n".join(lines)
+
+
+def _rates(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["section"], row["measure"]): row for row in report["rows"] if row.get("unit") == "tokens/s"}
+
+
+def _limit(limits: dict[str, Any] | None, measure: str) -> float | None:
+    """Most tokens a second: of prefill by the products, of decode by the weights that each step reads."""
+    kind, _, size = measure.partition(" ")
+    if limits is None or kind not in ("prefill", "decode"):
+        return None
+    return float(limits["prefill"] if kind == "prefill" else limits["decode"] * int(size.partition("x")[0]))
+
+
+def _fact(row: dict[str, Any]) -> str | None:
+    section, measure = row["section"], row["measure"]
+    if section == "limits" and measure == "device":
+        return (
+            f"reads {row['read_bytes_per_s'] / 1e12:.2f} TB/s, copies {row['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+            f"bf16 GEMM {row['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        )
+    if section == "limits" and "bytes_per_token" in row:
+        return f"{measure}: a token reads {row['bytes_per_token'] / 1e9:.2f} GB and takes {row['prefill_flops_per_token'] / 1e9:.2f} GFLOP of prefill"
+    if measure == "load":
+        return f"loaded in {row['seconds']:.1f} s"
+    if measure == "intervals":
+        return f"inter-token p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms"
+    if measure == "agreement":
+        return (
+            f"first log probabilities after {row['prompt_tokens']} tokens differ by at most {row['largest_difference']:.3f}, "
+            f"where one row's spread is {row['spread']:.2f}"
+        )
+    if measure == "memory" and row.get("peak_allocated_bytes"):
+        return f"peak {row['peak_allocated_bytes'] / 2**30:.1f} GiB allocated, {row['device_used_bytes'] / 2**30:.1f} GiB of the device in use"
+    if section == "long" and "chunks" in row:
+        return _long(row)
+    if section.startswith("profile") and "kernels_ms" in row:
+        steps = max(row["steps"], 1.0)
+        return (
+            f"{measure}: {row['wall_ms']:.2f} ms wall, {row['kernels_ms']:.2f} ms of {row['kernels']:.0f} kernels; "
+            f"a step {row['wall_ms'] / steps:.3f} ms, {row['kernels_ms'] / steps:.3f} ms of {row['kernels'] / steps:.0f}"
+        )
+    if measure == "section":
+        return f"took {row['seconds']:.0f} s" + ("" if row["code"] == 0 else f", ended with {row['code']}")
+    return None
+
+
+def _long(row: dict[str, Any]) -> str:
+    text = (
+        f"{row['prompt_tokens']:,} tokens in {row['seconds']:.2f} s ({row['tokens_per_s']:,.0f} tokens/s); {row['appended_tokens']} more computed "
+        f"{row['append_computed_tokens']:,} tokens in {row['append_seconds']:.3f} s, with a snapshot every {row['snapshot_interval']}"
+    )
+    chunks = row["chunks"]
+    if len(chunks) > 3:
+        first, last = chunks[1], chunks[-2]  # the ones at the ends are parts
+        over = [(chunk["peak_bytes"] - chunk["before_bytes"]) / 2**20 for chunk in chunks]
+        text += (
+            f"; {len(chunks)} chunks, allocated {first['before_bytes'] / 2**30:.2f} GiB before the second and {last['after_bytes'] / 2**30:.2f} "
+            f"after the last but one, their peaks {over[1]:.0f} and {over[-2]:.0f} MiB above, the largest {max(over):.0f}"
+        )
+    return text
+
+
+def _range(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    digits = 1 if row["median"] < 1000 else 0
+    return f"{row['median']:,.{digits}f} ({row['min']:,.{digits}f} to {row['max']:,.{digits}f})"
+
+
+def _share(row: dict[str, Any] | None, limit: float | None) -> str:
+    return "-" if row is None or limit is None else f"{row['median'] / limit:.0%}"
+
+
+def _ratio(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    return "-" if row is None or other is None else f"{row['median'] / other['median']:.2f}x"

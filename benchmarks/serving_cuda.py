@@ -1,0 +1,229 @@
+"""Serving on a GPU: concurrent streams over HTTP against the offline rate of the same checkpoint, and the time between tokens.
+
+    python benchmarks/serving_cuda.py --shape qwen3.5-9b --out DIR [--streams 64] [--prompt 512] [--answer 128]
+
+`pocketllm serve` is a process of its own; so is the offline measure, before it. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hardware import ROOT, describe_code, describe_gpu, describe_hardware
+from http_streams import HttpStreams, Stream
+from load_generator import LoadError
+from pocketllm.checkpoint import open_checkpoint
+from pocketllm.config import EngineArgs
+from serving_process import ServingProcess
+
+_WAVES = 4  # of the longer load: that many requests a stream
+
+
+def main() -> int:
+    options = _parse(sys.argv[1:])
+    if options.offline:
+        print(json.dumps(_offline(options)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.model is None:
+        options.model = _random_model(options)
+    try:
+        offline = _offline_process(options)
+        print(f"offline: {_short(offline)}", flush=True)
+        served = _served(options)
+    except LoadError as error:
+        print(f"serving_cuda: {error}", file=sys.stderr)
+        return 2
+    report = {
+        "benchmark": "serving_cuda",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/serving_cuda.py", "--model", options.model.name, *_sizes(options)]),
+        "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
+        "hardware": {**describe_hardware(), "gpu": describe_gpu()},
+        "engine_args": _engine_args(options),
+        "offline": offline,
+        "served": served,
+    }
+    (options.out / "serving_cuda.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n" + _table(options, offline, served))
+    print(f"\nWritten to {options.out / 'serving_cuda.json'}")
+    return 0
+
+
+def _random_model(options: argparse.Namespace) -> Path:
+    """Written by a process of its own, which leaves nothing on the GPU."""
+    from random_checkpoint import random_model
+
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(random_model, (options.shape, "bf16", options.device, options.scratch))
+
+
+def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": options.device,
+        "max_batch_size": options.streams,
+        "max_model_len": options.prompt + options.answer + 32,
+        **options.engine_args,
+    }
+
+
+def _prompts(options: argparse.Namespace, count: int, seed: int) -> list[list[int]]:
+    size = open_checkpoint(options.model).config["vocab_size"]
+    chooser = random.Random(f"{options.seed} {seed}")
+    return [chooser.choices(range(size // 20, size - size // 10), k=options.prompt) for _ in range(count)]
+
+
+def _offline(options: argparse.Namespace) -> dict[str, Any]:
+    """Generated tokens a second of whole calls of LLM.generate: one batch, and as many prompts as the longer load has."""
+    from pocketllm import LLM, SamplingParams
+
+    rates: dict[str, Any] = {}
+    with LLM(EngineArgs(model=str(options.model), **_engine_args(options))) as llm:
+
+        def rate(count: int, budget: int, seed: int) -> float:
+            prompts = _prompts(options, count, seed)
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=budget, temperature=0.0))
+            seconds = time.perf_counter() - start
+            assert all(len(output.token_ids) == budget for output in outputs), "an answer ended early"
+            return count * budget / seconds
+
+        rate(options.streams, options.answer, 0)  # warms up
+        rates["burst"] = sorted(rate(options.streams, options.answer, 1 + number) for number in range(options.samples))[options.samples // 2]
+        rates["waves"] = rate(options.streams * _WAVES, options.answer, 50)
+    return rates
+
+
+def _offline_process(options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--model", str(options.model), "--offline"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.patience)
+    if done.returncode:
+        raise LoadError(f"the offline measure ended with {done.returncode}")
+    rates: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rates
+
+
+def _served(options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pocketllm", "serve", "--model", str(options.model), "--port", "0", *_flags(_engine_args(options))]
+    server = ServingProcess(command, patience=options.patience)
+    served: dict[str, Any] = {}
+    try:
+
+        def load(name: str, count: int, seed: int) -> None:
+            cpu = server.cpu_seconds()
+            streams = HttpStreams(server.url, _prompts(options, count, seed), options.answer, options.streams, options.patience).run()
+            served[name] = {**_summary(streams), "server_cpu_s": server.cpu_seconds() - cpu}
+            print(f"served: {name}: {_short(served[name])}", flush=True)
+
+        load("warm-up", options.streams, 100)
+        for number in range(options.samples):
+            load(f"burst {number + 1}", options.streams, 101 + number)
+        load("waves", options.streams * _WAVES, 150)
+    finally:
+        server.close()
+    return served
+
+
+def _summary(streams: Sequence[Stream]) -> dict[str, float]:
+    tokens, events = sum(stream.tokens for stream in streams), sum(len(stream.event_times) for stream in streams)
+    seconds = max(stream.ended_at for stream in streams) - min(stream.sent_at for stream in streams)
+    first = sorted(stream.event_times[0] - stream.sent_at for stream in streams)
+    gaps = sorted(after - before for stream in streams for before, after in pairwise(stream.event_times))
+    return {
+        "tokens_per_s": tokens / seconds,
+        "tokens": float(tokens),
+        "tokens_per_event": tokens / events,
+        "first_token_p50_ms": 1e3 * _quantile(first, 0.5),
+        "first_token_p99_ms": 1e3 * _quantile(first, 0.99),
+        "inter_token_p50_ms": 1e3 * _quantile(gaps, 0.5),
+        "inter_token_p90_ms": 1e3 * _quantile(gaps, 0.9),
+        "inter_token_p99_ms": 1e3 * _quantile(gaps, 0.99),
+        "inter_token_max_ms": 1e3 * gaps[-1],
+    }
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _table(options: argparse.Namespace, offline: dict[str, Any], served: dict[str, Any]) -> str:
+    lines = [
+        f"| {options.streams} streams of {options.prompt} + {options.answer} tokens | tokens/s | offline | of it | first token p50, ms | p99 "
+        "| inter-token p50, ms | p90 | p99 | p99 / p50 | largest | tokens an event |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in served.items():
+        rate, reference = row["tokens_per_s"], offline.get(name.partition(" ")[0])
+        p50, p99 = row["inter_token_p50_ms"], row["inter_token_p99_ms"]
+        beside = "- | -" if reference is None else f"{reference:,.0f} | {rate / reference:.0%}"
+        lines.append(
+            f"| {name} | {rate:,.0f} | {beside} | {row['first_token_p50_ms']:.0f} | {row['first_token_p99_ms']:.0f} "
+            f"| {p50:.2f} | {row['inter_token_p90_ms']:.2f} | {p99:.2f} | {f'{p99 / p50:.2f}' if p50 else '-'} "
+            f"| {row['inter_token_max_ms']:.1f} | {row['tokens_per_event']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    names = {field.name for field in fields(EngineArgs)}
+    flags: list[str] = []
+    for name, value in values.items():
+        if name not in names:
+            raise LoadError(f"{name!r} is not an option of EngineArgs")
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _sizes(options: argparse.Namespace) -> list[str]:
+    return ["--streams", str(options.streams), "--prompt", str(options.prompt), "--answer", str(options.answer)]
+
+
+def _short(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value:,.4g}" for key, value in facts.items())
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure `pocketllm serve` on a GPU against the offline rate of the same checkpoint.")
+    parser.add_argument("--shape", default="qwen3.5-9b", help="of the random checkpoint, as random_checkpoint.py knows it [qwen3.5-9b]")
+    parser.add_argument("--model", type=Path, help="checkpoint without EOS to measure in its place")
+    parser.add_argument("--scratch", type=Path, help="where the random checkpoint is written and looked for [/dev/shm if it has the room, else the disk]")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the program [cuda]")
+    parser.add_argument("--streams", type=int, default=64, help="concurrent requests [64]")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt [512]")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of each answer [128]")
+    parser.add_argument("--samples", type=int, default=3, help="bursts, on each side [3]")
+    parser.add_argument("--patience", type=float, default=240, help="seconds that each part may take [240]")
+    parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help="more EngineArgs, of both sides")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
+    parser.add_argument("--commit", help="of this tree, where it is no git checkout")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "serving_cuda", help="directory of the result [build/serving_cuda]")
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

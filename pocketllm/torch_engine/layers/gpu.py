@@ -1,0 +1,291 @@
+"""The parts of a model on a GPU: Triton's kernels where few rows make a product wait for memory, cuBLAS where many do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from pocketllm.torch_engine.device_batch import DeviceBatch
+from pocketllm.torch_engine.kernels.activation import gated_activation
+from pocketllm.torch_engine.kernels.attention import paged_decode, paged_prefill
+from pocketllm.torch_engine.kernels.gated_delta import delta_decode, delta_prefill
+from pocketllm.torch_engine.kernels.gguf_linear import gguf_rows
+from pocketllm.torch_engine.kernels.heads import prepare_heads
+from pocketllm.torch_engine.kernels.linear import norm_gated_linear
+from pocketllm.torch_engine.kernels.moe import mixture_of_experts
+from pocketllm.torch_engine.kernels.norm import rms_norm
+from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
+from pocketllm.torch_engine.layers.feed_forward import MixtureOfExperts
+from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights
+from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.layers.state_cache import HybridCache
+from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
+
+# config.json's name of an activation -> the kernels'
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class GpuDevice:
+    """One GPU.
+
+    Args:
+        device: of the weights and caches.
+        dtype: of weights, products and what flows between layers; the residual stream, sums and logits are float32. Quantized weights stay as
+            they are stored.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype: torch.dtype | None = dtype
+        self._dtype = dtype
+
+    def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> GpuLayers:
+        return GpuLayers(self.device, self._dtype)
+
+
+class GpuLayers:
+    """See device.Layers and GpuDevice."""
+
+    def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
+        self._device, self.compute_dtype = device, compute_dtype
+        self.native_kernels = "made for the CPU"
+        self._weights = GpuWeights(device, compute_dtype)
+
+    def norm(self, stored: StoredTensor, eps: float, offset: float = 0.0) -> Norm:
+        return Norm((stored.float() + offset).to(self._device), eps)
+
+    def embedding(self, table: StoredTensor) -> GpuEmbedding:
+        return GpuEmbedding(self._weights, table)
+
+    def rope(
+        self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
+    ) -> RotaryEmbedding:
+        return RotaryEmbedding(rotary_dim, theta, max_positions, scaling, factors, self._device)
+
+    def projection(self, norm: Norm, matrix: StoredMatrix) -> GpuProjection:
+        return GpuProjection(norm, self._weights.linear(matrix))
+
+    def addition(self, matrix: StoredMatrix, norm: Norm | None = None) -> GpuAddition:
+        return GpuAddition(self._weights.linear(matrix), norm, prefetch=True)
+
+    def feed_forward(self, norm: Norm, stored: StoredFeedForward | StoredExperts, norm_after: Norm | None = None) -> GpuFeedForward | GpuMixture:
+        if isinstance(stored, StoredFeedForward):
+            gate_up, down = self._weights.linear(stored.gate_up), self._weights.linear(stored.down)
+            return GpuFeedForward(norm, gate_up, down, _ACTIVATIONS[stored.activation], norm_after)
+        return GpuMixture(self._weights, norm, stored, norm_after)
+
+    def attention(self, spec: AttentionSpec) -> GpuAttention:
+        return GpuAttention(spec)
+
+    def delta_net(self, weights: DeltaNetWeights) -> GpuDeltaNet:
+        return GpuDeltaNet(weights, self._device)
+
+    def head(self, norm: Norm, matrix: StoredTensor) -> GpuHead:
+        return GpuHead(norm, self._weights.linear(StoredMatrix([matrix], [])))
+
+
+class GpuEmbedding:
+    """See device.Embedding. Blocks stay as they are; other values have the compute dtype, so that a tied head can share them."""
+
+    def __init__(self, weights: GpuWeights, table: StoredTensor) -> None:
+        self._weight = weights.matrix(table)
+        self.num_bytes = weights.num_bytes(self._weight)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._weight, torch.Tensor):
+            return F.embedding(token_ids, self._weight).float()
+        return gguf_rows(self._weight, token_ids)
+
+
+class GpuProjection:
+    """See device.Projection."""
+
+    def __init__(self, norm: Norm, linear: GpuLinear) -> None:
+        self._norm, self._linear = norm, linear
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._linear.after_norm(hidden, self._norm)
+
+
+class GpuAddition:
+    """See device.Addition.
+
+    Args:
+        prefetch: what comes before it leaves the memory idle, as a mixer of one token does.
+    """
+
+    def __init__(self, linear: GpuLinear, norm: Norm | None, *, prefetch: bool) -> None:
+        self._linear, self._norm, self._prefetch = linear, norm, prefetch
+        self.num_bytes = linear.num_bytes
+
+    def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        if self._norm is None:
+            self._linear.add(hidden, x, prefetch=self._prefetch)
+        else:
+            hidden += rms_norm(self._linear(x, torch.float32), self._norm.weight, self._norm.eps, torch.float32)
+
+
+class GpuFeedForward:
+    """See device.FeedForward."""
+
+    is_capturable = True
+
+    def __init__(self, norm: Norm, gate_up: GpuLinear, down: GpuLinear, activation: str, norm_after: Norm | None) -> None:
+        self._norm, self._gate_up, self._activation = norm, gate_up, activation
+        self._down = GpuAddition(down, norm_after, prefetch=False)
+        self.num_bytes = gate_up.num_bytes + down.num_bytes
+
+    def add(self, hidden: torch.Tensor) -> None:
+        single = self._gate_up.single
+        if single is not None:
+            inner = norm_gated_linear(hidden, self._norm.weight, self._norm.eps, single, self._activation, out_dtype=self._gate_up.dtype)
+        else:
+            inner = gated_activation(self._gate_up.after_norm(hidden, self._norm), self._activation)
+        self._down.add(hidden, inner)
+
+
+class GpuAttention:
+    """See device.Mixer and device.AttentionSpec."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self._query_norm = None if spec.query_norm is None else spec.query_norm.weight
+        self._key_norm = None if spec.key_norm is None else spec.key_norm.weight
+        self._eps = 0.0 if spec.query_norm is None else spec.query_norm.eps
+
+    def __call__(self, projected: torch.Tensor, batch: AnyBatch, cache: KVCache, layer: int) -> torch.Tensor:
+        batch, spec, stored = cast(DeviceBatch, batch), self._spec, cache.blocks[layer]
+        queries = prepare_heads(
+            projected,
+            spec.num_heads * spec.head_dim if spec.gated else 0,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._query_norm,
+            self._key_norm,
+            self._eps,
+            spec.rope.cos,
+            spec.rope.sin,
+            batch.positions,
+            batch.slot_mapping,
+            stored,
+        )
+        gate = projected[:, : spec.num_heads * spec.head_dim] if spec.gated else None
+        return attend(queries, stored, batch, self._scale, spec.window, gate).to(projected.dtype)
+
+
+def attend(
+    queries: torch.Tensor, stored: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of each token to its own row's tokens up to itself; `stored`, a layer of the cache, already holds this step's keys and values.
+
+    Args:
+        queries: [num_tokens, num_heads, head_dim] in the cache's dtype.
+        window: a token attends to this many tokens, itself included; None is all.
+        gate: [num_tokens, num_heads * head_dim], rows any stride apart; the result is multiplied by its sigmoid.
+
+    Returns:
+        [num_tokens, num_heads * head_dim] in the cache's dtype.
+    """
+    count = batch.num_decode
+    parts = []
+    if count:
+        rows = batch.row_slots[:count], batch.lengths[:count]
+        own_gate = None if gate is None else gate[:count]
+        parts.append(paged_decode(queries[:count], stored, batch.block_tables, *rows, scale, window, own_gate))
+    if batch.query_lengths:
+        rows = batch.row_slots[count:], batch.lengths[count:]
+        own_gate = None if gate is None else gate[count:]
+        longest = max(batch.query_lengths)
+        parts.append(paged_prefill(queries[count:], stored, batch.block_tables, *rows, batch.starts, longest, scale, window, own_gate))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class GpuDeltaNet:
+    """See device.Mixer."""
+
+    def __init__(self, weights: DeltaNetWeights, device: torch.device) -> None:
+        self._arrays = (
+            weights.conv.to(device).contiguous(),
+            weights.decay_rate.to(device),
+            weights.dt_bias.to(device),
+            weights.norm.weight,
+            weights.norm.eps,
+            weights.sizes,
+        )
+
+    def __call__(self, projected: torch.Tensor, batch: AnyBatch, cache: KVCache, layer: int) -> torch.Tensor:
+        batch, states = cast(DeviceBatch, batch), cast(HybridCache, cache).states
+        conv, recurrent = states.conv[layer], states.recurrent[layer]
+        count = batch.num_decode
+        parts = []
+        if count:
+            parts.append(delta_decode(projected[:count], conv, recurrent, batch.state_slots[:count], batch.positions[:count], *self._arrays))
+        if batch.query_lengths:
+            slots, positions = batch.state_slots[count:], batch.positions[count:]
+            parts.append(delta_prefill(projected[count:], conv, recurrent, slots, positions, batch.query_lengths, *self._arrays))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class GpuHead:
+    """See device.Head."""
+
+    def __init__(self, norm: Norm, linear: GpuLinear) -> None:
+        self._norm, self._linear = norm, linear
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._linear.after_norm(hidden, self._norm, torch.float32)
+
+
+class GpuMixture:
+    """A mixture of experts; see device.FeedForward. Experts in blocks or in FP8 are computed one after another, and the host waits to learn which."""
+
+    def __init__(self, weights: GpuWeights, norm: Norm, stored: StoredExperts, norm_after: Norm | None) -> None:
+        self._norm, self._norm_after, self._dtype = norm, norm_after, weights.dtype
+        self._router = stored.router.to(weights.device)
+        self._top_k, self._normalize, self._activation = stored.top_k, stored.normalize, _ACTIVATIONS[stored.experts[0].activation]
+        self.is_capturable = all(tensor.values is not None and tensor.scales is None for expert in stored.experts for tensor in expert.linears)
+        if self.is_capturable:
+            self._gate_up = torch.stack([weights.dense(expert.gate_up) for expert in stored.experts])  # [num_experts, 2 * size, hidden_size]
+            self._down = torch.stack([weights.dense(expert.down) for expert in stored.experts])  # [num_experts, hidden_size, size]
+            self.num_bytes = self._gate_up.nbytes + self._down.nbytes + self._router.nbytes
+        else:
+            self._mixture = MixtureOfExperts(self._router, [GpuGated(weights, expert) for expert in stored.experts], stored.top_k, normalize=stored.normalize)
+            self.num_bytes = self._mixture.num_bytes
+        self._shared: GpuGated | None = None
+        if stored.shared is not None:
+            assert stored.shared_gate is not None
+            self._shared, self._shared_gate = GpuGated(weights, stored.shared), stored.shared_gate.to(weights.device)
+            self.num_bytes += self._shared.num_bytes + self._shared_gate.nbytes
+
+    def add(self, hidden: torch.Tensor) -> None:
+        x = rms_norm(hidden, self._norm.weight, self._norm.eps, self._dtype)
+        output = torch.zeros_like(hidden) if self._norm_after is not None else hidden
+        if self.is_capturable:
+            matrices = self._router, self._gate_up, self._down
+            mixture_of_experts(x, *matrices, self._top_k, normalize=self._normalize, activation=self._activation, add_to=output)
+        else:
+            output += self._mixture(x)
+        if self._shared is not None:
+            output += self._shared(x) * F.linear(x.float(), self._shared_gate).sigmoid_()
+        if self._norm_after is not None:
+            hidden += rms_norm(output, self._norm_after.weight, self._norm_after.eps, torch.float32)
+
+
+class GpuGated:
+    """A dense feed-forward by itself; see feed_forward.TokenWise."""
+
+    def __init__(self, weights: GpuWeights, stored: StoredFeedForward) -> None:
+        self._gate_up, self._down = weights.linear(stored.gate_up), weights.linear(stored.down)
+        self._activation = _ACTIVATIONS[stored.activation]
+        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(gated_activation(self._gate_up(x), self._activation))

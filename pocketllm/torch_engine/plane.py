@@ -1,0 +1,209 @@
+"""Brings a checkpoint onto a device: a scheduler and a runner that are made for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from pocketllm.backends.base import LoadProgress, ProgressCallback
+from pocketllm.checkpoint import Checkpoint
+from pocketllm.config import EngineArgs
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine.block_pool import BlockPool
+from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CacheNeeds, CachePlan, plan_caches
+from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.cpu import CpuDevice
+from pocketllm.torch_engine.layers.device import Device
+from pocketllm.torch_engine.layers.linear import default_dtype, has_bfloat16_units, has_float16_packing
+from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache, StateShape
+from pocketllm.torch_engine.model_runner import ModelRunner
+from pocketllm.torch_engine.models.model import Model
+from pocketllm.torch_engine.models.registry import HYBRIDS, kv_sizes, model_class
+from pocketllm.torch_engine.runner import Runner
+from pocketllm.torch_engine.scheduler import Scheduler
+from pocketllm.torch_engine.state_pool import StatePool
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_ROWS, _CPU_CHUNK = 8, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What the engine needs, and facts for people.
+
+    Args:
+        scheduler, runner: of one model.
+        device: such as "cpu" or "cuda:0".
+        context_length: most tokens of a row.
+        max_rows: most running rows.
+        is_chunked: long prompts are computed in pieces.
+        details: as Capabilities has them.
+    """
+
+    scheduler: Scheduler
+    runner: Runner
+    device: str
+    context_length: int
+    max_rows: int
+    is_chunked: bool
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be loaded, and who hears of it.
+
+    Args:
+        args: the user's options.
+        checkpoint: open.
+        context_length: that was asked for, or that the model was made for.
+        progress: told what was done.
+        check_open: called now and then; raises to end the load.
+    """
+
+    args: EngineArgs
+    checkpoint: Checkpoint
+    context_length: int
+    progress: ProgressCallback
+    check_open: Callable[[], None]
+
+    def build_model(self, device: Device) -> Model:
+        """The model on `device`.
+
+        Raises:
+            ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the key of the config.
+        """
+        num_layers = kv_sizes(self.checkpoint)[0]
+
+        def on_layer(done: int) -> None:
+            self.check_open()
+            self.progress(LoadProgress(done / num_layers, f"loading weights: layer {done} of {num_layers}"))
+
+        return model_class(self.checkpoint)(self.checkpoint, device, self.context_length, on_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of a model's caches on one device.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the layers with attention.
+        dtype: of keys and values.
+        num_state_layers: layers with a recurrent state, whose slots have the shape `state`; None without any.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_state_layers: int = 0
+    state: StateShape | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool) -> CacheShape:
+        """keeps_ring: the convolution's inputs are kept as layers/state_cache.py says of a GPU."""
+        num_layers, kv_heads, head_dim = kv_sizes(checkpoint)
+        read = HYBRIDS.get(checkpoint.architecture)
+        if read is None:
+            return cls(num_layers, kv_heads, head_dim, dtype)
+        hybrid = read(checkpoint)
+        state, kernel = hybrid.delta_net.state_shape, hybrid.delta_net.conv_kernel
+        return cls(hybrid.num_attention_layers, kv_heads, head_dim, dtype, hybrid.num_state_layers, replace(state, conv_tail=kernel) if keeps_ring else state)
+
+    def needs(self, args: EngineArgs, context_length: int, max_rows: int, chunk_tokens: int) -> CacheNeeds:
+        return CacheNeeds(
+            token_bytes=2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize,
+            slot_bytes=0 if self.state is None else self.num_state_layers * self.state.num_bytes,
+            max_rows=max_rows,
+            context_length=context_length,
+            may_shorten=args.max_model_len is None,
+            snapshots=args.enable_prefix_caching,
+            chunk_tokens=chunk_tokens,
+        )
+
+    def build(self, plan: CachePlan, max_rows: int, device: torch.device) -> KVCache:
+        sizes = (self.num_layers, plan.num_blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim, self.dtype)
+        if self.state is None:
+            return KVCache(*sizes, device)
+        return HybridCache(*sizes, StateCache(self.num_state_layers, max_rows + plan.num_snapshots, self.state, device), device)
+
+
+def build_scheduler(args: EngineArgs, plan: CachePlan, is_hybrid: bool, max_rows: int, chunk_tokens: int, chunk_beside_answers: int | None) -> Scheduler:
+    pool = BlockPool(plan.num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
+    states = StatePool(max_rows, plan.num_snapshots, plan.interval_blocks) if is_hybrid else None
+    return Scheduler(pool, max_rows, chunk_tokens, states, prefill_chunk_beside_answers=chunk_beside_answers)
+
+
+def describe(model: Model, cache: KVCache, plan: CachePlan) -> dict[str, Any]:
+    """Facts for Capabilities.details."""
+    states = {"state_bytes": plan.state_bytes, "state_snapshots": plan.num_snapshots, "snapshot_interval": plan.interval_blocks * BLOCK_SIZE}
+    return {
+        "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(cache.dtype).removeprefix("torch."),
+        "native_kernels": model.native_kernels,
+        "weight_bytes": model.num_bytes,
+        "kv_cache_bytes": cache.num_bytes,
+        "kv_blocks": plan.num_blocks,
+        "block_size": BLOCK_SIZE,
+        **(states if isinstance(cache, HybridCache) else {}),
+    }
+
+
+def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plane:
+    """Load the weights and make room for the caches, on the thread that will compute.
+
+    Args:
+        num_threads: threads that a step uses.
+        native_kernels: dtype auto may use the native kernels where they are built and suit the model.
+
+    Raises:
+        ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
+    """
+    args = order.args
+    torch.set_num_threads(num_threads)  # of this thread alone
+    dtype = _cpu_dtype(args.dtype)
+    kv_dtype = dtype or default_dtype() if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
+    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=False)
+    max_rows = args.max_batch_size or _CPU_ROWS
+    chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
+    needs = shape.needs(args, order.context_length, max_rows, chunk)
+    if (explicit := args.kv_cache_bytes) is None:
+        plan = plan_caches(needs, psutil.virtual_memory().available // 4, fills=False, remedy="free some memory, set kv_cache_memory")
+    else:
+        check_explicit(args, explicit, psutil.virtual_memory().total, "this machine")
+        plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
+    with torch.inference_mode():
+        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0))
+        cache = shape.build(plan, max_rows, torch.device("cpu"))
+    scheduler = build_scheduler(args, plan, shape.state is not None, max_rows, chunk, None)
+    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads)
+    details = {**describe(model, cache, plan), "num_threads": num_threads}
+    return Plane(scheduler, runner, "cpu", plan.context_length, max_rows, chunk > 0, details)
+
+
+def check_explicit(args: EngineArgs, asked: int, total: int, where: str) -> None:
+    """Refuse a kv_cache_memory of `asked` bytes that is more than the memory of all.
+
+    Raises:
+        ConfigurationError: with the figures.
+    """
+    if asked > total:
+        raise ConfigurationError(
+            f'"kv_cache_memory" = {args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that {where} has: lower it.',
+            param="kv_cache_memory",
+        )
+
+
+def _cpu_dtype(name: str) -> torch.dtype | None:
+    """The dtype that was asked for; None leaves the choice to the model."""
+    if name == "auto":
+        return None
+    if name == "bfloat16" and not has_bfloat16_units():
+        raise UnsupportedFeatureError('"dtype" = "bfloat16" needs a processor with AVX-512 BF16 or AMX: use "float16" or "float32".', param="dtype")
+    if name == "float16" and not has_float16_packing():
+        raise UnsupportedFeatureError('"dtype" = "float16" needs an x86 processor here: use "float32".', param="dtype")
+    return DTYPES[name]

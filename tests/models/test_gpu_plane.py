@@ -1,0 +1,65 @@
+"""Every kind of model on the GPU's plane in float32: greedy ids of transformers in ragged batches, in chunks, with prefixes reused, and after preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pocketllm.backends.base import EngineRequest
+from tests.models.generic_variants import GENERIC_VARIANTS
+from tests.models.plane import check_greedy
+from tests.models.tiny import PROMPTS, prompt_of
+from tests.models.tiny_qwen3_5 import EXPERTS, write_tiny
+from tests.models.variants import VARIANTS
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from tests.models.gpu_plane import DEVICE, load, run
+
+IS_GPU = DEVICE.type == "cuda"
+NEW_TOKENS = 64 if IS_GPU else 2  # Triton's interpreter takes a second a token, so without a GPU a few kinds answer in a few tokens
+TEXTS = PROMPTS if IS_GPU else [prompt_of(length, length) for length in (1, 33, 7)]
+_FEW = ("llama", "gemma3", "qwen3-moe", "deepseek-v3")  # windows, experts, values narrower than keys
+_SHOWN = [variant for variant in [*VARIANTS, *GENERIC_VARIANTS] if IS_GPU or variant.name in _FEW]
+CASES: dict[str, Any] = {variant.name: variant.save for variant in _SHOWN} | {"qwen3_5": write_tiny}
+if IS_GPU:
+    CASES["qwen3_5-moe"] = lambda path: write_tiny(path, **EXPERTS)
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint and its oracle."""
+    path = tmp_path_factory.mktemp("model")
+    return path, request.param(path)
+
+
+def requests(prompts: Sequence[Sequence[int]], name: str = "cold") -> list[EngineRequest]:
+    return [EngineRequest(f"{name} {place}", tuple(prompt), NEW_TOKENS) for place, prompt in enumerate(prompts)]
+
+
+@pytest.mark.usefixtures("triton_device")
+def test_greedy_ids_cold_and_warm(case: tuple[Path, Any]) -> None:
+    path, oracle = case
+    plane = load(path)
+    cold = list(run(plane, requests(TEXTS)).values())
+    check_greedy(oracle, TEXTS, cold, NEW_TOKENS)
+    assert list(run(plane, requests(TEXTS[1:2], "warm")).values()) == cold[1:2]
+    longer = [TEXTS[1] + cold[1] + [3]]
+    check_greedy(oracle, longer, list(run(plane, requests(longer, "longer")).values()), NEW_TOKENS)
+
+
+@pytest.mark.usefixtures("triton_device")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"] if IS_GPU else ["qwen3_5"])
+def test_greedy_ids_after_preemption(name: str, tmp_path: Path) -> None:
+    oracle = CASES[name](tmp_path)
+    plane = load(tmp_path, kv_cache_memory="4MiB")
+    pool = plane.scheduler.pool
+    held = pool.allocate(pool.num_blocks - 8)  # what is left is too little for all rows together
+    prompts = [prompt_of(30, seed) for seed in range(4)]
+    answers = list(run(plane, requests(prompts)).values())
+    assert held is not None
+    assert plane.scheduler.num_preemptions > 0
+    check_greedy(oracle, prompts, answers, NEW_TOKENS)
