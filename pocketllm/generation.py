@@ -271,7 +271,7 @@ class GenerationService:
         if room < 1:
             raise ContextLengthExceededError(
                 f"This model's maximum context length is {context} tokens, and the prompt has {prompt_tokens}, which leaves no room for an answer. "
-                "Shorten the prompt, or start the engine with a larger max_model_len.",
+                "Shorten the prompt; where the model was made for more, start the engine with a larger max_model_len or kv_cache_memory.",
                 param="messages" if "messages" in request.metadata else "prompt",
             )
         if max_tokens is not None and max_tokens > room:

@@ -94,9 +94,15 @@ class TorchBackend(Backend):
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
             raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
-        vocab_size = self._capabilities.vocab_size
+        vocab_size, context = self._capabilities.vocab_size, self._capabilities.context_length
         if request.prompt_token_ids and not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
             raise ConfigurationError(f'"prompt" holds an id that is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt")
+        if len(request.prompt_token_ids) + request.max_tokens > context:  # the device has neither rotations nor room in its tables for more
+            raise ConfigurationError(
+                f'"max_tokens" = {request.max_tokens} after a prompt of {len(request.prompt_token_ids)} tokens is more than the context of {context} tokens: '
+                "send less, or start the engine with a larger max_model_len.",
+                param="max_tokens",
+            )
         self._engine.submit(request, on_step)
 
     def cancel(self, request_id: str) -> bool:

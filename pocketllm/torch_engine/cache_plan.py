@@ -1,4 +1,4 @@
-"""How many KV blocks, state slots and snapshots fit into the memory that the caches may take, as plain ints."""
+"""How many KV blocks, rows with a state and snapshots fit into the memory that the caches may take, as plain ints."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class CacheNeeds:
         token_bytes: keys and values of one token over all layers.
         slot_bytes: recurrent state of one row over all layers; 0 in a model without any.
         max_rows: most running rows.
+        may_lower_rows: nobody asked for that many, so fewer do where their states would leave too little of the memory.
         context_length: most tokens of a row.
         may_shorten: nobody asked for that context, so a shorter one does where the memory is short.
         snapshots: prefixes are reused, so states are kept for that.
@@ -30,6 +31,7 @@ class CacheNeeds:
     token_bytes: int
     slot_bytes: int
     max_rows: int
+    may_lower_rows: bool
     context_length: int
     may_shorten: bool
     snapshots: bool
@@ -42,6 +44,7 @@ class CachePlan:
 
     Args:
         num_blocks: KV blocks of BLOCK_SIZE tokens.
+        max_rows: most running rows.
         context_length: most tokens of a row, no more than the blocks hold.
         num_snapshots: states kept beside those of running rows.
         interval_blocks: blocks between two snapshots of a long prompt.
@@ -49,6 +52,7 @@ class CachePlan:
     """
 
     num_blocks: int
+    max_rows: int
     context_length: int
     num_snapshots: int
     interval_blocks: int
@@ -58,6 +62,8 @@ class CachePlan:
 def plan_caches(needs: CacheNeeds, memory: int, *, fills: bool, remedy: str) -> CachePlan:
     """Divide `memory` bytes: states of the running rows, a quarter of what is left for snapshots, KV blocks.
 
+    Rows that nobody asked for have at most half of it for their states. A context that was asked for comes before them, and before snapshots.
+
     Args:
         fills: take all of it for blocks; otherwise no more than all rows can use.
         remedy: what to do where it is too little besides lowering max_model_len, such as "raise kv_cache_memory".
@@ -65,14 +71,18 @@ def plan_caches(needs: CacheNeeds, memory: int, *, fills: bool, remedy: str) -> 
     Raises:
         ConfigurationError: not even one row of the context, or of _LEAST_CONTEXT tokens where it may be shortened, fits; with the figures.
     """
-    num_snapshots = 0
-    if needs.slot_bytes and needs.snapshots:
-        room = (memory - needs.max_rows * needs.slot_bytes) // 4 // needs.slot_bytes
-        num_snapshots = max(0, min(_SNAPSHOTS_A_ROW * needs.max_rows, room))
-    state_bytes = (needs.max_rows + num_snapshots) * needs.slot_bytes
     block_bytes = needs.token_bytes * BLOCK_SIZE
-    num_blocks = max(0, memory - state_bytes) // block_bytes
     context_length, per_row = needs.context_length, -(-needs.context_length // BLOCK_SIZE)
+    promised = 0 if needs.may_shorten else per_row * block_bytes
+    max_rows, num_snapshots = needs.max_rows, 0
+    if needs.slot_bytes:
+        if needs.may_lower_rows:
+            max_rows = max(1, min(max_rows, (memory - max(memory // 2, promised)) // needs.slot_bytes))
+        if needs.snapshots:
+            left = memory - max_rows * needs.slot_bytes
+            num_snapshots = max(0, min(_SNAPSHOTS_A_ROW * max_rows, min(left // 4, left - promised) // needs.slot_bytes))
+    state_bytes = (max_rows + num_snapshots) * needs.slot_bytes
+    num_blocks = max(0, memory - state_bytes) // block_bytes
     if num_blocks < per_row and needs.may_shorten and num_blocks * BLOCK_SIZE >= min(_LEAST_CONTEXT, context_length):
         context_length = num_blocks * BLOCK_SIZE
     elif num_blocks < per_row:
@@ -80,10 +90,10 @@ def plan_caches(needs: CacheNeeds, memory: int, *, fills: bool, remedy: str) -> 
         needed, allowed = per_row * block_bytes / 2**20, num_blocks * block_bytes / 2**20
         raise ConfigurationError(
             f"A context of {context_length} tokens needs {needed:.0f} MiB of KV cache and {allowed:.0f} MiB may be used{beside}: "
-            f"{remedy}, or lower max_model_len{' or max_batch_size' if state_bytes else ''}.",
+            f"{remedy}, or lower max_model_len{' or max_batch_size' if state_bytes and max_rows > 1 else ''}.",
             param="kv_cache_memory",
         )
     if not fills:
-        num_blocks = min(num_blocks, -(-context_length // BLOCK_SIZE) * needs.max_rows)
+        num_blocks = min(num_blocks, -(-context_length // BLOCK_SIZE) * max_rows)
     interval = max(needs.chunk_tokens, _LEAST_SNAPSHOT_INTERVAL) if needs.chunk_tokens else _UNCHUNKED_SNAPSHOT_INTERVAL
-    return CachePlan(num_blocks, context_length, num_snapshots, -(-interval // BLOCK_SIZE), state_bytes)
+    return CachePlan(num_blocks, max_rows, context_length, num_snapshots, -(-interval // BLOCK_SIZE), state_bytes)

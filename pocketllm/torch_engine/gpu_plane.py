@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -13,15 +16,21 @@ from pocketllm.backends.base import EngineRequest, LoadProgress
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
 from pocketllm.torch_engine.masks import Masks
-from pocketllm.torch_engine.plane import DTYPES, CacheShape, Order, Plane, build_scheduler, check_explicit, describe
+from pocketllm.torch_engine.models.model import Model
+from pocketllm.torch_engine.plane import DTYPES, CacheShape, Order, Plane, build_scheduler, check_explicit, describe, log_limits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
+
+if TYPE_CHECKING:
+    from pocketllm.torch_engine.gpu_runner import GpuRunner
 
 logger = logging.getLogger(__name__)
 
 _OLDEST = (7, 5)
 _ROWS, _CHUNK, _CHUNK_BESIDE_ANSWERS = 64, 8192, 512
+_LEAST_CHUNK = 512  # tokens; a chunk that nobody asked for is not made shorter to leave memory to the caches
 _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
+_FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})  # of stored tensors that are brought to the compute dtype
 
 
 def resolve_device(name: str) -> torch.device:
@@ -34,8 +43,9 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if name == "auto":
-        usable = torch.cuda.is_available() and torch.cuda.get_device_capability(0) >= _OLDEST and importlib.util.find_spec("triton") is not None
-        return torch.device("cuda:0" if usable else "cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None else 0
+        usable = (index for index in range(count) if torch.cuda.get_device_capability(index) >= _OLDEST)
+        return next((torch.device("cuda", index) for index in usable), torch.device("cpu"))
     if not torch.cuda.is_available():
         build = "this PyTorch finds no GPU" if torch.version.cuda else "this PyTorch is a build without CUDA"
         raise UnsupportedFeatureError(
@@ -56,8 +66,8 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def gpu_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute dtype: bfloat16 where the GPU has units for it, else float16, unless another is asked for.
+def gpu_dtype(name: str, device: torch.device, option: str = "dtype") -> torch.dtype:
+    """The dtype of `option` called `name`; "auto" is bfloat16 where the GPU has units for it, else float16.
 
     Raises:
         UnsupportedFeatureError: the GPU does not compute in it.
@@ -65,9 +75,9 @@ def gpu_dtype(name: str, device: torch.device) -> torch.dtype:
     has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "bfloat16" and not has_bfloat16:
         raise UnsupportedFeatureError(
-            f'"dtype" = "bfloat16" needs a GPU of compute capability 8.0 (Ampere) or newer, and {device} is a {torch.cuda.get_device_name(device)}: '
+            f'"{option}" = "bfloat16" needs a GPU of compute capability 8.0 (Ampere) or newer, and {device} is a {torch.cuda.get_device_name(device)}: '
             'use "float16" or "float32".',
-            param="dtype",
+            param=option,
         )
     return (torch.bfloat16 if has_bfloat16 else torch.float16) if name == "auto" else DTYPES[name]
 
@@ -86,48 +96,43 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
 
     args, is_cuda = order.args, device.type == "cuda"
     dtype = gpu_dtype(args.dtype, device)
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
+    kv_dtype = dtype if args.kv_cache_dtype == "auto" else gpu_dtype(args.kv_cache_dtype, device, "kv_cache_dtype")
     if is_cuda:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
         torch.backends.cuda.matmul.allow_tf32 = False
-        _check_weights_fit(order, device)
+        _check_weights_fit(order, device, dtype)
     shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=True)
-    max_rows = args.max_batch_size or _ROWS
-    chunk = _CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
-    beside = min(_CHUNK_BESIDE_ANSWERS, chunk) if args.prefill_chunk_tokens is None else None
-    with torch.inference_mode():
+    with torch.inference_mode(), _memory_is_enough(order, device):
         model = order.build_model(GpuDevice(device, dtype))
-        warm_tokens = min(chunk or order.context_length, order.context_length)
-        order.progress(LoadProgress(1.0, f"compiling kernels, and computing {warm_tokens} tokens to see what a step takes"))
-        warm_plan = CachePlan(-(-warm_tokens // BLOCK_SIZE), order.context_length, 0, 1, 0)
-        warm = GpuRunner(model, shape.build(warm_plan, 1, device), BLOCK_SIZE, 1, warm_plan.num_blocks)
-        order.check_open()
-        _compute_once(warm, warm_tokens)
-        del warm
-        needs = shape.needs(args, order.context_length, max_rows, chunk)
+        chunk, step_bytes = _choose_chunk(order, model, shape, device)
+        needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
+        free = _free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4)  # logits of all rows, and what a prompt takes
         if (explicit := args.kv_cache_bytes) is not None:
-            check_explicit(args, explicit, _memory(device)[1], str(device))
+            check_explicit(args, explicit, free, f"{device} has free beside the weights and what a step takes")
             plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
         else:
-            plan = plan_caches(needs, _free_for_caches(device), fills=False, remedy="free memory of the GPU, use a smaller or quantized model")
-        if plan.context_length < order.context_length:
-            logger.warning(
-                "max_model_len is %d: the model was made for %d, which don't fit into the memory of %s", plan.context_length, order.context_length, device
-            )
+            room = int(max(0, free - _SPARE_BYTES) * _SHARE) if is_cuda else free // 4
+            plan = plan_caches(needs, room, fills=False, remedy="free memory of the GPU, use a smaller or quantized model")
+        log_limits(args, needs, plan, f"the memory of {device}")
         order.check_open()
-        cache = shape.build(plan, max_rows, device)
-        runner = GpuRunner(model, cache, BLOCK_SIZE, max_rows, -(-plan.context_length // BLOCK_SIZE))
-        sizes = _graph_sizes(max_rows) if cuda_graphs and is_cuda and model.is_capturable else []
+        cache = shape.build(plan, device)
+        runner = GpuRunner(model, cache, BLOCK_SIZE, plan.max_rows, -(-plan.context_length // BLOCK_SIZE))
+        sizes = _graph_sizes(plan.max_rows) if cuda_graphs and is_cuda and model.is_capturable else []
 
         def on_graph(done: int) -> None:
             order.check_open()
             order.progress(LoadProgress(1.0, f"capturing CUDA graphs: {done} of {len(sizes)}"))
 
         runner.capture(sizes, on_graph)
-    scheduler = build_scheduler(args, plan, shape.state is not None, max_rows, chunk, beside)
+        if is_cuda:
+            order.check_open()
+            order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
+            _compile_other_steps(runner, plan)
+    beside = min(_CHUNK_BESIDE_ANSWERS, chunk) if args.prefill_chunk_tokens is None else None
+    scheduler = build_scheduler(args, plan, shape.state is not None, chunk, beside)
     details = {**describe(model, cache, plan), "cuda_graphs": sizes}
-    return Plane(scheduler, runner, str(device), plan.context_length, max_rows, chunk > 0, details)
+    return Plane(scheduler, runner, str(device), plan.context_length, plan.max_rows, chunk > 0, details)
 
 
 def _graph_sizes(max_rows: int) -> Sequence[int]:
@@ -144,34 +149,105 @@ def _memory(device: torch.device) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def _check_weights_fit(order: Order, device: torch.device) -> None:
+def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype) -> None:
     free, total = _memory(device)
-    size = order.checkpoint.num_bytes
+    size = sum(math.prod(tensor.shape) * dtype.itemsize if tensor.type in _FLOAT_TYPES else tensor.num_bytes for tensor in order.checkpoint.tensors)
     if size + _SPARE_BYTES > free:
         raise ConfigurationError(
-            f"{order.checkpoint.path} has {size / 2**30:.1f} GiB of weights, and {free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: "
+            f"{order.checkpoint.path} takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: "
             'free its memory, use a smaller or quantized model, or send device "cpu".',
             param="model",
         )
 
 
-def _free_for_caches(device: torch.device) -> int:
-    """Bytes for the caches: what is free, less what the largest step took beside the weights."""
-    if device.type != "cuda":
-        return _memory(device)[0] // 4
-    torch.cuda.synchronize(device)
-    step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    torch.cuda.empty_cache()
-    return max(0, int((torch.cuda.mem_get_info(device)[0] - step - _SPARE_BYTES) * _SHARE))
+@contextmanager
+def _memory_is_enough(order: Order, device: torch.device) -> Iterator[None]:
+    """Turns a refusal of memory into an error that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{order.checkpoint.path} and its caches don't fit into the {_memory(device)[1] / 2**30:.1f} GiB of {device}: free its memory, "
+            'lower kv_cache_memory or max_batch_size, use a smaller or quantized model, or send device "cpu".',
+            param="model",
+        ) from error
 
 
-def _compute_once(runner: object, num_tokens: int) -> None:
-    """One prompt of `num_tokens` tokens through the runner: it compiles the kernels, and its memory is the largest that a step takes."""
+def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.device) -> tuple[int, int]:
+    """Most prompt tokens of a step, and the bytes that such a step takes beside weights and caches.
+
+    Where nobody asked for a number, it is halved until the step takes at most a quarter of what the weights leave.
+    """
+    asked = order.args.prefill_chunk_tokens
+    chunk = _CHUNK if asked is None else asked
+    while True:
+        num_tokens = min(chunk or order.context_length, order.context_length)
+        order.progress(LoadProgress(1.0, f"compiling kernels, and computing {num_tokens} tokens to see what a step takes"))
+        order.check_open()
+        step_bytes = _measure_step(model, shape, device, num_tokens)
+        can_shrink = asked is None and num_tokens > _LEAST_CHUNK
+        if step_bytes is not None and not (can_shrink and step_bytes > _free_for_caches(device, 0) // 4):
+            if asked is None and chunk < _CHUNK:
+                logger.warning("prefill_chunk_tokens is %d: longer steps would leave too little of the memory of %s to the caches", chunk, device)
+            return chunk, step_bytes
+        if not can_shrink:
+            remedy = "free its memory, use a smaller or quantized model" if asked is None else f"set prefill_chunk_tokens to {num_tokens // 2} or less"
+            raise ConfigurationError(
+                f"A step of {num_tokens} prompt tokens does not fit into the memory of {device} beside the weights: {remedy}, or lower max_model_len.",
+                param="prefill_chunk_tokens",
+            )
+        chunk = max(_LEAST_CHUNK, num_tokens // 2)
+
+
+def _measure_step(model: Model, shape: CacheShape, device: torch.device, num_tokens: int) -> int | None:
+    """Compute one prompt of `num_tokens` tokens, which compiles the kernels too.
+
+    Returns:
+        Bytes that it takes beside weights and caches at most, 0 in Triton's interpreter; None where they are not there.
+    """
     from pocketllm.torch_engine.gpu_runner import GpuRunner
 
-    assert isinstance(runner, GpuRunner)
+    plan = CachePlan(-(-num_tokens // BLOCK_SIZE), 1, num_tokens, 0, 1, 0)
     row = Row(EngineRequest("warm-up", (0,) * num_tokens, 1))
-    row.slot, row.block_table = 0, list(range(-(-num_tokens // BLOCK_SIZE)))
+    row.slot, row.block_table = 0, list(range(plan.num_blocks))
+    masks = Masks(model.vocab_size)
+    try:
+        runner = GpuRunner(model, shape.build(plan, device), BLOCK_SIZE, 1, plan.num_blocks)
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        runner.launch([ScheduledRow(row, num_tokens, True)], masks, ()).result()
+        return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        masks.close()
+
+
+def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
+    """Steps whose kernels a long prompt and decoding have not compiled: short prompts, alone and beside a row that decodes.
+
+    They leave nothing behind that a row could read: no block is known as a prefix, and a row's state is set when it starts.
+    """
     masks = Masks(runner.vocab_size)
-    runner.launch([ScheduledRow(row, num_tokens, True)], masks, ()).result()
+    for lengths in ((2,), (17,), (40,), (100,), (1, 50), (1, 17, 33)):
+        if len(lengths) > plan.max_rows or sum(lengths) > plan.context_length or 8 * len(lengths) > plan.num_blocks:
+            continue
+        step = []
+        for slot, num_tokens in enumerate(lengths):
+            row = Row(EngineRequest("warm-up", (0,) * num_tokens, 1))
+            row.slot, row.block_table = slot, list(range(8 * slot, 8 * slot + 7))
+            step.append(ScheduledRow(row, num_tokens, True))
+        runner.launch(step, masks, ()).result()
+        for scheduled in step:
+            runner.release(scheduled.row)
     masks.close()
+
+
+def _free_for_caches(device: torch.device, step_bytes: int) -> int:
+    """Bytes that are free beside what a step takes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    return max(0, _memory(device)[0] - step_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from pocketllm.torch_engine.models.registry import HYBRIDS, kv_sizes, model_clas
 from pocketllm.torch_engine.runner import Runner
 from pocketllm.torch_engine.scheduler import Scheduler
 from pocketllm.torch_engine.state_pool import StatePool
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_ROWS, _CPU_CHUNK = 8, 512
@@ -119,23 +122,24 @@ class CacheShape:
             token_bytes=2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize,
             slot_bytes=0 if self.state is None else self.num_state_layers * self.state.num_bytes,
             max_rows=max_rows,
+            may_lower_rows=args.max_batch_size is None,
             context_length=context_length,
             may_shorten=args.max_model_len is None,
             snapshots=args.enable_prefix_caching,
             chunk_tokens=chunk_tokens,
         )
 
-    def build(self, plan: CachePlan, max_rows: int, device: torch.device) -> KVCache:
+    def build(self, plan: CachePlan, device: torch.device) -> KVCache:
         sizes = (self.num_layers, plan.num_blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim, self.dtype)
         if self.state is None:
             return KVCache(*sizes, device)
-        return HybridCache(*sizes, StateCache(self.num_state_layers, max_rows + plan.num_snapshots, self.state, device), device)
+        return HybridCache(*sizes, StateCache(self.num_state_layers, plan.max_rows + plan.num_snapshots, self.state, device), device)
 
 
-def build_scheduler(args: EngineArgs, plan: CachePlan, is_hybrid: bool, max_rows: int, chunk_tokens: int, chunk_beside_answers: int | None) -> Scheduler:
+def build_scheduler(args: EngineArgs, plan: CachePlan, is_hybrid: bool, chunk_tokens: int, chunk_beside_answers: int | None) -> Scheduler:
     pool = BlockPool(plan.num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
-    states = StatePool(max_rows, plan.num_snapshots, plan.interval_blocks) if is_hybrid else None
-    return Scheduler(pool, max_rows, chunk_tokens, states, prefill_chunk_beside_answers=chunk_beside_answers)
+    states = StatePool(plan.max_rows, plan.num_snapshots, plan.interval_blocks) if is_hybrid else None
+    return Scheduler(pool, plan.max_rows, chunk_tokens, states, prefill_chunk_beside_answers=chunk_beside_answers)
 
 
 def describe(model: Model, cache: KVCache, plan: CachePlan) -> dict[str, Any]:
@@ -168,34 +172,50 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
     dtype = _cpu_dtype(args.dtype)
     kv_dtype = dtype or default_dtype() if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
     shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=False)
-    max_rows = args.max_batch_size or _CPU_ROWS
     chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
-    needs = shape.needs(args, order.context_length, max_rows, chunk)
+    needs = shape.needs(args, order.context_length, args.max_batch_size or _CPU_ROWS, chunk)
     if (explicit := args.kv_cache_bytes) is None:
         plan = plan_caches(needs, psutil.virtual_memory().available // 4, fills=False, remedy="free some memory, set kv_cache_memory")
     else:
-        check_explicit(args, explicit, psutil.virtual_memory().total, "this machine")
+        check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
+    log_limits(args, needs, plan, "a quarter of the free memory")
     with torch.inference_mode():
         model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0))
-        cache = shape.build(plan, max_rows, torch.device("cpu"))
-    scheduler = build_scheduler(args, plan, shape.state is not None, max_rows, chunk, None)
+        cache = shape.build(plan, torch.device("cpu"))
+    scheduler = build_scheduler(args, plan, shape.state is not None, chunk, None)
     runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads)
     details = {**describe(model, cache, plan), "num_threads": num_threads}
-    return Plane(scheduler, runner, "cpu", plan.context_length, max_rows, chunk > 0, details)
+    return Plane(scheduler, runner, "cpu", plan.context_length, plan.max_rows, chunk > 0, details)
 
 
-def check_explicit(args: EngineArgs, asked: int, total: int, where: str) -> None:
-    """Refuse a kv_cache_memory of `asked` bytes that is more than the memory of all.
+def check_explicit(args: EngineArgs, asked: int, room: int, where: str) -> None:
+    """Refuse a kv_cache_memory of `asked` bytes that is more than the `room` that there is.
+
+    Args:
+        where: "this machine has", or what else has it.
 
     Raises:
         ConfigurationError: with the figures.
     """
-    if asked > total:
+    if asked > room:
         raise ConfigurationError(
-            f'"kv_cache_memory" = {args.kv_cache_memory!r} is more than the {total / 2**20:.0f} MiB of memory that {where} has: lower it.',
-            param="kv_cache_memory",
+            f'"kv_cache_memory" = {args.kv_cache_memory!r} is more than the {room / 2**20:.0f} MiB of memory that {where}: lower it.', param="kv_cache_memory"
         )
+
+
+def log_limits(args: EngineArgs, needs: CacheNeeds, plan: CachePlan, memory: str) -> None:
+    """Say in the log what is less than the model or the device would allow.
+
+    Args:
+        memory: what the caches were fitted into where the user named no size, such as "a quarter of the free memory".
+    """
+    where = memory if args.kv_cache_memory is None else f"kv_cache_memory = {args.kv_cache_memory}"
+    if plan.context_length < needs.context_length:
+        made_for = needs.context_length
+        logger.warning("max_model_len is %d: the model was made for %d, whose KV cache does not fit into %s", plan.context_length, made_for, where)
+    if plan.max_rows < needs.max_rows:
+        logger.warning("max_batch_size is %d: the recurrent states of %d rows leave too little of %s to the KV cache", plan.max_rows, needs.max_rows, where)
 
 
 def _cpu_dtype(name: str) -> torch.dtype | None:

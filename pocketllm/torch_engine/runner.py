@@ -27,8 +27,8 @@ class Flight(Protocol):
         """Wait for the step; called once, and in the order of the launches.
 
         Returns:
-            By place in the step: what each row that samples drew, or why it could not; the latter also for a row that computed values
-            which are not finite without sampling.
+            By place in the step: what each row that samples drew, or why it could not. A runner that sees at once that a row computed values
+            which are not finite says so without a sample too; for others the row fails when it samples.
         """
 
 

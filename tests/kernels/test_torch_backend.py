@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -68,12 +70,68 @@ def test_what_can_not_fit_is_refused(options: dict[str, Any], says: str, param: 
     assert engine_threads() == []
 
 
+@pytest.mark.parametrize(("options", "holds"), [({"kv_cache_memory": "100KiB"}, "kv_cache_memory = 100KiB"), ({}, "a quarter of the free memory")])
+def test_a_context_that_is_shortened_is_said(
+    options: dict[str, Any], holds: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend_of(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=400 * 2**10, total=2**30))
+    options = {"device": "cpu", "dtype": "float32", "backend_options": {"num_threads": 1}, **options}
+    backend = TorchBackend(EngineArgs(**options), open_checkpoint(tmp_path))
+    backend.load(ignore)
+    backend.close()
+    assert backend.capabilities.context_length == 400
+    assert caplog.messages == [f"max_model_len is 400: the model was made for 1024, whose KV cache does not fit into {holds}"]
+    caplog.clear()
+    backend = TorchBackend(EngineArgs(**options, max_model_len=400), open_checkpoint(tmp_path))
+    backend.load(ignore)
+    backend.close()
+    assert caplog.messages == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"'cuda:1' can't be used: this PyTorch .* or send") as caught:
         backend_of(tmp_path, device="cuda:1").load(ignore)
     assert caught.value.param == "device"
     assert engine_threads() == []
+
+
+def test_a_context_that_does_not_fit_is_shortened_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the capabilities say, which is what /v1/models and the checks of requests read, is what the blocks hold."""
+    write_tiny_llama(tmp_path, tiny_tensors())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    token_bytes = 2 * 2 * 2 * 8 * 4
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 400 * token_bytes, "backend_options": {"num_threads": 1}}
+    backend = TorchBackend(EngineArgs(**options), open_checkpoint(tmp_path))
+    backend.load(ignore)
+    try:
+        assert backend.capabilities.context_length == 400 == backend.capabilities.details["kv_blocks"] * 16
+        assert "max_model_len is 400" in caplog.text
+        with pytest.raises(ConfigurationError, match="more than the context of 400 tokens") as caught:
+            backend.submit(EngineRequest("long", (1,) * 399, 2), lambda step: None)
+        assert caught.value.param == "max_tokens"
+        ended = threading.Event()
+        backend.submit(EngineRequest("fits", (1,) * 399, 1), lambda step: ended.set() if step.finish_reason == "length" else None)
+        assert ended.wait(20)
+    finally:
+        backend.close()
+    with pytest.raises(ConfigurationError, match="A context of 4096 tokens needs"):
+        TorchBackend(EngineArgs(**options, max_model_len=4096), open_checkpoint(tmp_path)).load(ignore)
+
+
+def test_a_request_longer_than_the_context_is_refused_where_the_cache_holds_more(tmp_path: Path) -> None:
+    backend = backend_of(tmp_path)
+    backend.load(ignore)
+    try:
+        assert backend.capabilities.details["kv_blocks"] * 16 > 64
+        with pytest.raises(ConfigurationError, match="more than the context of 64 tokens"):
+            backend.submit(EngineRequest("long", (1,) * 60, 5), lambda step: None)
+    finally:
+        backend.close()
 
 
 def test_from_loading_to_closed(tmp_path: Path) -> None:

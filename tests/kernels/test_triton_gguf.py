@@ -18,6 +18,15 @@ from pocketllm.torch_engine.kernels.gguf_weight import BLOCK_LAYOUTS, GgufWeight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BY_TOKEN, JOINT = GgufConfig(32, 256, by_token=True), GgufConfig(32, 256)
+# Triton's interpreter takes seconds for what a GPU does at once: there, fewer sizes and dtypes of each type
+IS_GPU = torch.cuda.is_available()
+PRODUCTS = [
+    (kind, config, dtype)
+    for kind in BLOCK_TYPES
+    for config in (BY_TOKEN, JOINT)
+    for dtype in DTYPES
+    if IS_GPU or kind == "Q4_1" or dtype == (torch.bfloat16 if config.by_token else torch.float16)
+]
 
 
 def stored(kind: str, *shape: int, scale: float | None = None) -> StoredTensor:
@@ -50,8 +59,9 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [(kind, blocks) for kind in BLOCK_TYPES for blocks in (1, 5) if IS_GPU or blocks == (5 if kind in ("Q5_0", "Q6_K") else 1)]
+)
 def test_dequantize_is_bit_equal_to_gguf(triton_device: str, kind: str, blocks: int) -> None:
     tensors = [stored(kind, rows, columns_of(kind, blocks)) for rows in (5, 1, 3)]
     weight = GgufWeight.pack(tensors, triton_device)
@@ -91,12 +101,10 @@ def test_packing_in_pieces_changes_nothing(triton_device: str, monkeypatch: pyte
     assert torch.equal(pieces.scales, whole.scales)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [BY_TOKEN, JOINT], ids=["by_token", "joint"])
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize(
+    ("kind", "config", "dtype"), PRODUCTS, ids=[f"{kind}-{'by_token' if config.by_token else 'joint'}-{dtype}" for kind, config, dtype in PRODUCTS]
+)
 def test_products(triton_device: str, kind: str, config: GgufConfig, dtype: torch.dtype) -> None:
-    if not config.by_token and dtype == torch.bfloat16 and triton_device == "cpu":
-        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
     num_columns = columns_of(kind, 11 if columns_of(kind, 1) == 32 else 3)  # no multiple of the tile's
     tensor = stored(kind, 19, num_columns, scale=0.5)
     weight = GgufWeight.pack([tensor], triton_device)
@@ -110,7 +118,7 @@ def test_products(triton_device: str, kind: str, config: GgufConfig, dtype: torc
     assert torch.equal(gguf_linear(x, weight, config=config), rounded(found, dtype))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 65] if IS_GPU else [1, 17, 65])
 def test_stacked_types_write_ranges_of_columns(triton_device: str, tokens: int) -> None:
     """Q, K and V of different types, a strided input, a bias, and a sum with what is there."""
     tensors = [stored("Q4_K", 20, 256, scale=0.5), stored("Q6_K", 7, 256, scale=0.5)]
@@ -139,11 +147,28 @@ def test_many_tokens_go_through_slices(triton_device: str, monkeypatch: pytest.M
     assert gguf_linear(x[:0], weight).shape == (0, 21)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5] if IS_GPU else [3])
 def test_every_candidate_tile_gives_the_same(triton_device: str, tokens: int) -> None:
     tensor = stored("Q3_K", 19, 256, scale=0.5)
     weight = GgufWeight.pack([tensor], triton_device)
     x = torch.randn(tokens, 256, device=triton_device)
     expected = gguf_linear_reference(x, torch.from_numpy(expected_values(tensor)).to(triton_device))
-    for config in candidates(tokens)[:: 1 if triton_device == "cuda" else 9]:
+    for config in candidates(tokens)[:: 1 if IS_GPU else 18]:  # else one of each way
         torch.testing.assert_close(gguf_linear(x, weight, config=config), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_large_matrices_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """The tiles chosen for many rows, which Hopper's warpgroups multiply."""
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the GPU has no bfloat16")
+    tensor = stored(kind, 8200, 512, scale=0.5)
+    weight, values = GgufWeight.pack([tensor], "cuda"), torch.from_numpy(expected_values(tensor)).to("cuda")
+    for tokens in (2, 3, 16, 17, 64):
+        x = torch.randn(tokens, 512, device="cuda").to(dtype)
+        expected = gguf_linear_reference(x, values if kernels.default_config(weight, tokens).by_token else values.to(dtype))
+        bound = gguf_linear_reference(x.abs(), values.abs())
+        assert ((gguf_linear(x, weight, torch.float32) - expected).abs() <= 1e-5 * bound).all()

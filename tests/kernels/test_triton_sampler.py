@@ -83,7 +83,7 @@ def test_greedy_is_the_first_of_the_largest(device: str, vocab_size: int) -> Non
 @pytest.mark.parametrize("spread", [0.02, 3.0])
 def test_random_rows_draw_what_the_reference_draws(device: str, spread: float, list_size: int) -> None:
     generator = np.random.default_rng(int(spread * 100) + list_size)
-    count = 8 if device == "cpu" else 200
+    count = 5 if device == "cpu" else 200
     rows = random_rows(count, generator)
     logits = torch.from_numpy((generator.standard_normal((count, 900)) * spread).astype(np.float32))
     expected = [sample_reference(line.numpy(), *row[:3], *row[3:])[0] for line, row in zip(logits, rows, strict=True)]
@@ -93,15 +93,22 @@ def test_random_rows_draw_what_the_reference_draws(device: str, spread: float, l
 def test_cut_draws_are_those_of_the_cpu(device: str) -> None:
     """Draws from all ids are not: there the CPU's sampler lets the ids beyond 256 share one noise."""
     generator = np.random.default_rng(5)
-    rows = [row for row in random_rows(40, generator) if 0 < row[1] < 700 or row[2] < 1][: 10 if device == "cpu" else 40]
+    rows = [row for row in random_rows(40, generator) if 0 < row[1] < 700 or row[2] < 1][: 6 if device == "cpu" else 40]
     rows += [(0.0, 0, 1.0, 1, 1), (1.0, 1, 0.5, 1, 1)]
     logits = torch.from_numpy((generator.standard_normal((len(rows), 700)) * 2).astype(np.float32))
     requests = [EngineRequest("r", (1,), 1, temperature, top_p, top_k, seed) for temperature, top_k, top_p, seed, _draw in rows]
     assert drawn(logits.to(device), tensors(device, rows))[0] == sample(logits, requests, [row[4] for row in rows])
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (300, 1.0), (0, 0.02), (0, 0.5), (40, 0.7), (450, 0.6)])
-@pytest.mark.parametrize("list_size", [512, 16])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "list_size"),
+    [
+        (top_k, top_p, list_size)
+        for top_k, top_p in ((7, 1.0), (300, 1.0), (0, 0.02), (0, 0.5), (40, 0.7), (450, 0.6))
+        for list_size in (512, 16)
+        if torch.cuda.is_available() or (list_size == 16) == (top_k in (0, 300, 450))  # a list that is long enough, or one that is mostly too short
+    ],
+)
 def test_the_kept_set_is_exact(device: str, top_k: int, top_p: float, list_size: int) -> None:
     """A draw at which the last kept id wins finds a set that lacks it; one at which the first id after it would win finds a set that has it."""
     logits = torch.randn(500, generator=torch.Generator().manual_seed(top_k)) * 0.1  # flat, so that both are common
@@ -203,7 +210,7 @@ def test_logits_may_be_a_view(device: str) -> None:
 
 def test_draws_follow_the_distribution(device: str) -> None:
     """By chi-square over the probabilities of a softmax."""
-    count = 100 if device == "cpu" else 20000
+    count = 50 if device == "cpu" else 20000
     logits = torch.randn(8, generator=torch.Generator().manual_seed(3))
     how = tensors(device, [(1.4, 0, 1.0, 17, draw) for draw in range(count)])
     found = np.bincount(drawn(logits.expand(count, 8).contiguous().to(device), how, has_cuts=False, tile=32)[0], minlength=8)

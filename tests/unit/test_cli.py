@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -164,6 +165,21 @@ def test_progress_is_rewritten_on_a_terminal_and_sparse_elsewhere() -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
     assert "weights 29/30" in terminal.getvalue()
     assert pipe.getvalue() == "pocketllm: loading   0%  weights 0/30\n"
+
+
+def test_what_the_log_says_while_loading_has_lines_of_its_own() -> None:
+    logger, level = logging.getLogger("pocketllm.torch_engine"), logging.getLogger("pocketllm").level
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        with ProgressLine(stream) as line:
+            line(LoadProgress(0.0, "importing torch"))
+            logger.info("a vision tower is skipped")
+            logger.warning("max_model_len is %d", 544)
+        logger.warning("after the load")
+    assert pipe.getvalue() == "pocketllm: loading   0%  importing torch\npocketllm: a vision tower is skipped\npocketllm: max_model_len is 544\n"
+    assert "importing torch\r\x1b[Kpocketllm: a vision tower is skipped\n" in terminal.getvalue()
+    assert "after" not in terminal.getvalue()
+    assert logging.getLogger("pocketllm").level == level
 
 
 @pytest.fixture

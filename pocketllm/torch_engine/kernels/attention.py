@@ -7,11 +7,12 @@ results. Everything that a launch depends on is a shape, so that a CUDA graph ca
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 
-from pocketllm.torch_engine.kernels.attention_config import DecodeConfig, PrefillConfig, decode_config, prefill_config
+from pocketllm.torch_engine.kernels.attention_config import DecodeConfig, PrefillConfig, decode_config, padded_head_dim, prefill_config
 from pocketllm.torch_engine.kernels.attention_kernels import combine, decode, prefill
 from pocketllm.torch_engine.kernels.launch import launch_options
 
@@ -151,9 +152,10 @@ class _Call:
             "HEAD_DIM": head_dim,
             "HAS_GATE": gate is not None,
         }
-        self.constants = self._common | {
+        self.constants: dict[str, Any] = {
+            **self._common,
             "SPLIT": splits > 1,
-            "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
+            "PADDED_DIM": padded_head_dim(head_dim),
             "BLOCK_SIZE": cache_layer.shape[1],
             "WINDOWED": window is not None,
             "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",  # of no effect below 32 bits

@@ -45,8 +45,14 @@ class PrefillConfig:
 
 
 def _shared_bytes(queries: torch.Tensor, block_queries: int, block_tokens: int, num_stages: int) -> int:
-    row_bytes: int = triton.next_power_of_2(queries.shape[2]) * queries.element_size()
+    row_bytes = padded_head_dim(queries.shape[2]) * queries.element_size()
     return (block_queries + 2 * block_tokens * num_stages) * row_bytes
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of a tile of heads: at least 32, for Triton 3.6 multiplies wrongly on Hopper where four warps have a right operand of 16 columns (the
+    values) and a left one in registers (the weights of the softmax)."""
+    return max(32, int(triton.next_power_of_2(head_dim)))
 
 
 @cache
@@ -62,7 +68,7 @@ def decode_config(queries: torch.Tensor, cache_layer: torch.Tensor, block_tables
     """The cut for shapes as paged_decode takes them."""
     num_sms, shared = _device_limits(queries.device)
     num_rows, _, head_dim = queries.shape
-    token_bytes = 2 * triton.next_power_of_2(head_dim) * cache_layer.element_size()
+    token_bytes = 2 * padded_head_dim(head_dim) * cache_layer.element_size()
     # Each program has two tiles on their way while it computes on a third; one program a multiprocessor keeps the memory busy.
     block_tokens = 16 if queries.dtype == torch.float32 else 64
     while block_tokens > 16 and 3 * block_tokens * token_bytes > shared:
@@ -77,8 +83,7 @@ def prefill_config(queries: torch.Tensor, cache_layer: torch.Tensor, block_table
     """The cut for shapes as paged_prefill takes them."""
     num_sms, shared = _device_limits(queries.device)
     _, num_heads, head_dim = queries.shape
-    padded = triton.next_power_of_2(head_dim)
-    wide = padded > 128
+    wide = padded_head_dim(head_dim) > 128
     # As many queries as the registers hold: with more, accumulators are spilled to memory in the loop.
     if queries.dtype == torch.float32:
         block_queries, block_tokens, num_warps, num_stages = 32, 16, 4, 1

@@ -6,6 +6,7 @@ is written where none of the tokens that its neighbours still need lies, so the 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -40,9 +41,14 @@ class ChunkPlan:
     num_tokens: int
 
 
-@lru_cache(maxsize=16)  # the layers of a step share one plan
 def chunk_plan(query_lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
     """The plan of rows of `query_lengths` tokens, each at least 1. It waits for nothing on the device."""
+    return _chunk_plan(query_lengths, device, threading.get_ident())
+
+
+@lru_cache(maxsize=16)  # the layers of a step share one plan
+def _chunk_plan(query_lengths: tuple[int, ...], device: torch.device, thread: int) -> ChunkPlan:
+    """Each thread, an engine's, has a stream and plans of its own: another stream could read one before it is there, or after its memory has gone on."""
     starts = [0, *accumulate(query_lengths)]
     counts = [-(-length // CHUNK) for length in query_lengths]
     chunks = [0, *accumulate(counts)]

@@ -5,6 +5,7 @@ layers/gated_delta_net.py has the formulas; here the convolution's past is a rin
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -155,8 +156,9 @@ def _decode_kernel(
 
 
 @cache
-def _tickets(device: torch.device) -> torch.Tensor:
-    """Zeros, which every launch leaves as zeros; steps on one device run in one stream, so they share them. Made outside of any CUDA graph."""
+def _tickets(device: torch.device, thread: int) -> torch.Tensor:
+    """Zeros, which every launch leaves as zeros; those of one thread, an engine's, run one after another, so they share them. Made outside of any
+    CUDA graph."""
     return torch.zeros(_MAX_HEADS, dtype=torch.int32, device=device)
 
 
@@ -175,7 +177,7 @@ def delta_decode(
     *,
     out: torch.Tensor | None = None,
     split: int | None = None,
-    num_warps: int = 2,
+    num_warps: int = 1,
 ) -> torch.Tensor:
     """One token of each row: convolution, delta rule and gated norm.
 
@@ -209,7 +211,7 @@ def delta_decode(
     partial = tickets = out
     if split > 1:
         partial = torch.empty(num_rows, sizes.value_size, dtype=torch.float32, device=mixed.device)
-        tickets = _tickets(mixed.device)
+        tickets = _tickets(mixed.device, threading.get_ident())
     _decode_kernel[(split, heads, num_rows)](
         mixed,
         conv,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pocketllm.torch_engine.kernels.gguf_weight import GgufWeight
-from pocketllm.torch_engine.kernels.launch import uses_pdl
+from pocketllm.torch_engine.kernels.launch import least_columns, uses_pdl
 
 MAX_SKINNY_TOKENS = 64
 _MAX_TOKENS_WITHOUT_TENSOR_CORES = 8  # by token; from there on the library has the tensor cores that Triton does not use before 8.0
@@ -361,7 +361,7 @@ def gguf_linear(
     if config.by_token:
         _gemv_kernel[(num_tokens, blocks)](*arguments, *strides, **tile, **_constants(weight), **flags, **options)
     else:
-        tile["TOKENS"] = max(16, triton.next_power_of_2(num_tokens))
+        tile["TOKENS"] = max(least_columns(x, config.block_rows, config.num_warps), triton.next_power_of_2(num_tokens))
         _skinny_kernel[(blocks,)](*arguments, num_tokens, *strides, **tile, **_constants(weight), **flags, **options)
     return out
 

@@ -22,6 +22,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def least_columns(x: torch.Tensor, rows: int, num_warps: int) -> int:
+    """Columns that x, the right operand of a product, has to have at least where `rows` rows of the left one are made in registers: the 16 of a tensor
+    core, and 32 on Hopper, where Triton 3.6 was seen to multiply wrongly by 16 columns as soon as four warps do it together, from 64 rows on."""
+    return 32 if x.element_size() == 2 and capability(x.device)[0] == 9 and rows >= 64 and num_warps >= 4 else 16
+
+
 @cache
 def uses_pdl(device: torch.device) -> bool:
     """Whether kernels on `device` are launched before the kernel ahead of them has ended."""

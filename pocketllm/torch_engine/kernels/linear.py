@@ -9,6 +9,7 @@ Sums are float32. All weights are [N, K], their rows contiguous and each row's v
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,7 +21,7 @@ import triton.language as tl
 from pocketllm.torch_engine.kernels.activation import ACTIVATIONS, activate, gated_activation, gated_activation_reference
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight, decode_e4m3, decode_mode, dequantize_fp8, dequantize_fp8_reference
 from pocketllm.torch_engine.kernels.fp8_row import fp8_row_kernel, halves
-from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, prefetch_lines, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, least_columns, prefetch_lines, wait_for_inputs
 from pocketllm.torch_engine.kernels.linear_config import MAX_ROWS, MAX_SPLIT_BLOCKS, Config, MatrixConfig, VectorConfig, choose_config
 from pocketllm.torch_engine.kernels.norm import rms_norm, rms_norm_reference
 
@@ -257,8 +258,8 @@ def _matrix_kernel(
 
 
 @cache
-def _tickets(device: torch.device) -> torch.Tensor:
-    """Zeros that every split product leaves as zeros. Products on one device run in one stream, so they share them.
+def _tickets(device: torch.device, thread: int) -> torch.Tensor:
+    """Zeros that every split product leaves as zeros. Products of one thread, an engine's, run one after another, so they share them.
 
     The first split product must run outside a CUDA graph's capture, as its compilation has to anyway.
     """
@@ -324,13 +325,14 @@ def _some_rows(
     if isinstance(weight, Fp8Weight):
         stored, scales, fp8, block = values.view(torch.uint8), weight.scales, decode_mode(device), weight.block
         block_k = min(block_k, _largest_power_of_two(block[1]))
-    block_t, blocks = max(16, triton.next_power_of_2(T)), triton.cdiv(N, config.block_n)
+    least = least_columns(x, config.block_n, config.num_warps) if fp8 else 16
+    block_t, blocks = max(least, triton.next_power_of_2(T)), triton.cdiv(N, config.block_n)
     partial = tickets = out
     if config.split > 1:
         if blocks > MAX_SPLIT_BLOCKS:
             raise ValueError(f"A product whose columns are split has at most {MAX_SPLIT_BLOCKS} blocks of rows, not {blocks}.")
         partial = torch.empty(config.split * blocks * config.block_n * block_t * (2 if activation else 1), dtype=torch.float32, device=device)
-        tickets = _tickets(device)
+        tickets = _tickets(device, threading.get_ident())
     _matrix_kernel[(blocks, config.split)](
         x, stored, scales, values if bias is None else bias, out, partial, tickets, T, N, x.stride(0), values.stride(0), scales.stride(0), out.stride(0),
         K=K, BIAS=bias is not None, ADD=add, ACTIVATION=activation, FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],

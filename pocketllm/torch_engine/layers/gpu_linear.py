@@ -28,7 +28,12 @@ class GpuWeights:
     def matrix(self, stored: StoredTensor) -> torch.Tensor | GgufWeight:
         """One whole matrix, such as the embeddings, which the output head may share."""
         if stored.name not in self._shared:
-            self._shared[stored.name] = GgufWeight.pack([stored], self.device) if stored.blocks is not None else stored.to_device(self.device, self.dtype)
+            if stored.blocks is not None:
+                self._shared[stored.name] = GgufWeight.pack([stored], self.device)
+            elif stored.scales is not None:  # rows are looked up in it
+                self._shared[stored.name] = stored.to(self.dtype).to(self.device)
+            else:
+                self._shared[stored.name] = stored.to_device(self.device, self.dtype)
         return self._shared[stored.name]
 
     def num_bytes(self, weight: torch.Tensor | GgufWeight) -> int:
