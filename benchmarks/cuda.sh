@@ -5,7 +5,7 @@
 #
 # Without a step it does all three. It needs Python with the project's dependencies, and neither installs nor downloads anything. A step that fails
 # does not stop the next one; the exit code says whether any failed. PYTHON, SHAPE [qwen3.5-9b], SCRATCH [memory or disk], ENGINE_ARGS [{}],
-# SERVE_ARGS [ENGINE_ARGS], TESTS [what pytest runs] and JOBS [12 test processes] are read from the environment.
+# SERVE_ARGS [ENGINE_ARGS], SERVING [more arguments of serving_cuda.py], TESTS [what pytest runs] and JOBS [12 test processes] are read from the environment.
 set -u
 
 usage() {

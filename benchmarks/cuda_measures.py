@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 
 from pocketllm import LLM, EngineArgs, SamplingParams
 from pocketllm.outputs import GenerationOutput
+from pocketllm.token_stream import TokenStream
 
+_SETTLING = 4  # rounds left out once all rows decode: what had queued up meanwhile is read in them
 _CHUNK_POLL = 0.01  # seconds between looks at the memory
 
 
@@ -25,7 +28,8 @@ class Workload:
 
     Args:
         prompts: (rows, tokens of each) of prefill.
-        decodes: (rows, tokens of the prompt of each, steps).
+        decodes: (rows, tokens of the prompt of each, steps). Where decoding is measured, at least about so many steps of all rows are; a whole call has
+            answers of so many tokens.
         long: tokens of the long prompt; `appended` are then added to it.
         chunk: most prompt tokens a step.
         samples: repetitions.
@@ -49,8 +53,16 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """Most tokens of a prompt and its answer, the long prompt aside, with room for steps that are not measured."""
-        return max(*(tokens for _, tokens in self.prompts), *(tokens + steps for _, tokens, steps in self.decodes)) + 64
+        """Most tokens of a prompt and its answer, the long prompt aside, with room for the steps of a profile."""
+        return max(*(tokens for _, tokens in self.prompts), *(tokens + _answer(rows, steps) for rows, tokens, steps in self.decodes)) + 64
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    """Tokens of all rows a second, over `steps` steps in which every row decoded."""
+
+    rate: float
+    steps: int
 
 
 class OursOnCuda:
@@ -83,15 +95,13 @@ class OursOnCuda:
         seconds = [self._seconds(rows, tokens, 1) for _ in range(samples + 2)]
         return [rows * tokens / one for one in seconds[2:]]
 
-    def decode(self, rows: int, tokens: int, steps: int, samples: int) -> list[float]:
-        """Tokens a second of all rows: the steps by which one call is longer than another, over the time by which it takes longer."""
-        few = min(16, steps)
-        rates = []
-        for number in range(samples + 1):
-            short, long = (self._seconds(rows, tokens, count) for count in (few, few + steps))
-            if number:
-                rates.append(rows * steps / (long - short))
-        return rates
+    def decode(self, rows: int, tokens: int, steps: int, samples: int) -> list[DecodeSample]:
+        """Steps of `rows` rows that all decode, after prompts of `tokens` ids; the first sample, which compiles, is left out.
+
+        Raises:
+            RuntimeError: an answer ended early, or so late that there was no time in which all rows decoded.
+        """
+        return [self._decode(rows, tokens, _answer(rows, steps)) for _ in range(samples + 1)][1:]
 
     def intervals(self, tokens: int, steps: int) -> list[float]:
         """Seconds between the events of one streamed answer."""
@@ -153,6 +163,17 @@ class OursOnCuda:
         _check(outputs, budget)
         return seconds
 
+    def _decode(self, rows: int, tokens: int, budget: int) -> DecodeSample:
+        prompts = [self.fresh(tokens) for _ in range(rows)]
+        with ExitStack() as stack:
+            streams = [stack.enter_context(self._llm.generate_stream(prompt, _greedy(budget))) for prompt in prompts]
+            marks = list(_rounds(streams))[_SETTLING:]
+            _check([stream.result() for stream in streams], budget)
+        if len(marks) < 2:
+            raise RuntimeError(f"the first of {rows} answers of {budget} tokens ended before all of them had been decoding for {_SETTLING + 1} steps")
+        (began, before), (ended, after) = marks[0], marks[-1]
+        return DecodeSample((after - before) / (ended - began), round((after - before) / rows))
+
     def _watched(self, prompt: Sequence[int]) -> tuple[GenerationOutput, list[dict[str, float]], float]:
         """One answer of a few tokens, and allocated memory while it was computed: one entry a number of used KV blocks, so about one a chunk."""
         ended = threading.Event()
@@ -183,6 +204,25 @@ class OursOnCuda:
             if watcher.ident is not None:
                 watcher.join()
         return output, entries, seconds
+
+
+def _answer(rows: int, steps: int) -> int:
+    """Tokens of each answer where decoding is measured: as prompts are computed in turn, the last row may begin some `rows` steps after the first."""
+    return steps + rows + _SETTLING
+
+
+def _rounds(streams: Sequence[TokenStream]) -> Iterator[tuple[float, int]]:
+    """Read one event of every stream in turn: the clock after each round, and the tokens so far. Until a round in which a stream ends, that one included.
+
+    The first round ends with the first token of the row that begins last. Steps that have queued up in a stream come as one event.
+    """
+    total, has_ended = 0, False
+    while not has_ended:
+        for stream in streams:
+            event = next(stream)
+            total += len(event.token_ids)
+            has_ended |= event.finish_reason is not None
+        yield time.perf_counter(), total
 
 
 def _greedy(budget: int) -> SamplingParams:

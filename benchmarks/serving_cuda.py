@@ -1,8 +1,9 @@
 """Serving on a GPU: concurrent streams over HTTP against the offline rate of the same checkpoint, and the time between tokens.
 
-    python benchmarks/serving_cuda.py --shape qwen3.5-9b --out DIR [--streams 64] [--prompt 512] [--answer 128]
+    python benchmarks/serving_cuda.py --shape qwen3.5-9b --out DIR [--streams 64] [--prompt 512] [--answer 128] [--samples 2] [--waves 2]
 
-`pocketllm serve` is a process of its own; so is the offline measure, before it. See benchmarks/README.md.
+`pocketllm serve` is a process of its own; so is the offline measure, before it. What is measured is on the disk when the next load begins. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -29,7 +31,33 @@ from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from serving_process import ServingProcess
 
-_WAVES = 4  # of the longer load: that many requests a stream
+
+class Report:
+    """What is known so far, in a file that is written anew with each part: a run that is cut short leaves it behind.
+
+    Args:
+        options: of the run.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._path: Path = options.out / "serving_cuda.json"
+        self._began = time.perf_counter()
+        self._facts: dict[str, Any] = {
+            "benchmark": "serving_cuda",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "benchmarks/serving_cuda.py", *_sizes(options)]),
+            "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
+            "engine_args": _engine_args(options),
+            "is_complete": False,
+            "at_s": {},  # when each part had ended
+        }
+
+    def add(self, part: str, **facts: Any) -> None:
+        """`part` has ended, with `facts` for the top level of the report."""
+        seconds = self._facts["at_s"][part] = round(time.perf_counter() - self._began, 1)
+        self._facts |= facts
+        self._path.write_text(json.dumps(self._facts, indent=1) + "\n", encoding="utf-8")
+        print(f"{seconds:6.1f} s: {part}", flush=True)
 
 
 def main() -> int:
@@ -38,37 +66,30 @@ def main() -> int:
         print(json.dumps(_offline(options)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.model is None:
-        options.model = _random_model(options)
+    report = Report(options)
+    options.model, gpu = _model_and_gpu(options)
+    report.add("checkpoint", model=options.model.name, hardware={**describe_hardware(), "gpu": gpu})
     try:
         offline = _offline_process(options)
-        print(f"offline: {_short(offline)}", flush=True)
-        served = _served(options)
+        report.add("offline", offline=offline)
+        print(f"          {_short(offline)}", flush=True)
+        served = _served(options, report)
     except LoadError as error:
         print(f"serving_cuda: {error}", file=sys.stderr)
         return 2
-    report = {
-        "benchmark": "serving_cuda",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/serving_cuda.py", "--model", options.model.name, *_sizes(options)]),
-        "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
-        "hardware": {**describe_hardware(), "gpu": describe_gpu()},
-        "engine_args": _engine_args(options),
-        "offline": offline,
-        "served": served,
-    }
-    (options.out / "serving_cuda.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report.add("end", is_complete=True)
     print("\n" + _table(options, offline, served))
     print(f"\nWritten to {options.out / 'serving_cuda.json'}")
     return 0
 
 
-def _random_model(options: argparse.Namespace) -> Path:
-    """Written by a process of its own, which leaves nothing on the GPU."""
+def _model_and_gpu(options: argparse.Namespace) -> tuple[Path, dict[str, Any] | None]:
+    """The checkpoint, written if need be, and the GPU's description, by a process of its own, which leaves nothing on the GPU."""
     from random_checkpoint import random_model
 
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(random_model, (options.shape, "bf16", options.device, options.scratch))
+        model = options.model or pool.apply(random_model, (options.shape, "bf16", options.device, options.scratch))
+        return model, pool.apply(describe_gpu)
 
 
 def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,8 +123,10 @@ def _offline(options: argparse.Namespace) -> dict[str, Any]:
             return count * budget / seconds
 
         rate(options.streams, options.answer, 0)  # warms up
-        rates["burst"] = sorted(rate(options.streams, options.answer, 1 + number) for number in range(options.samples))[options.samples // 2]
-        rates["waves"] = rate(options.streams * _WAVES, options.answer, 50)
+        rates["burst_samples"] = [rate(options.streams, options.answer, 1 + number) for number in range(options.samples)]
+        rates["burst"] = statistics.median(rates["burst_samples"])
+        if options.waves:
+            rates["waves"] = rate(options.streams * options.waves, options.answer, 50)
     return rates
 
 
@@ -116,7 +139,7 @@ def _offline_process(options: argparse.Namespace) -> dict[str, Any]:
     return rates
 
 
-def _served(options: argparse.Namespace) -> dict[str, Any]:
+def _served(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     command = [sys.executable, "-m", "pocketllm", "serve", "--model", str(options.model), "--port", "0", *_flags(_engine_args(options))]
     server = ServingProcess(command, patience=options.patience)
     served: dict[str, Any] = {}
@@ -126,12 +149,15 @@ def _served(options: argparse.Namespace) -> dict[str, Any]:
             cpu = server.cpu_seconds()
             streams = HttpStreams(server.url, _prompts(options, count, seed), options.answer, options.streams, options.patience).run()
             served[name] = {**_summary(streams), "server_cpu_s": server.cpu_seconds() - cpu}
-            print(f"served: {name}: {_short(served[name])}", flush=True)
+            report.add(f"served: {name}", served=served)
+            print(f"          {_short(served[name])}", flush=True)
 
+        report.add("server is ready")
         load("warm-up", options.streams, 100)
         for number in range(options.samples):
             load(f"burst {number + 1}", options.streams, 101 + number)
-        load("waves", options.streams * _WAVES, 150)
+        if options.waves:
+            load("waves", options.streams * options.waves, 150)
     finally:
         server.close()
     return served
@@ -192,11 +218,19 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 
 def _sizes(options: argparse.Namespace) -> list[str]:
-    return ["--streams", str(options.streams), "--prompt", str(options.prompt), "--answer", str(options.answer)]
+    source = ["--shape", options.shape] if options.model is None else ["--model", options.model.name]
+    return source + [word for name in ("streams", "prompt", "answer", "samples", "waves") for word in (f"--{name}", str(getattr(options, name)))]
 
 
 def _short(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:,.4g}" for key, value in facts.items())
+    return ", ".join(f"{key} {value:,.4g}" for key, value in facts.items() if isinstance(value, float))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -212,17 +246,24 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint without EOS to measure in its place")
     parser.add_argument("--scratch", type=Path, help="where the random checkpoint is written and looked for [/dev/shm if it has the room, else the disk]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the program [cuda]")
-    parser.add_argument("--streams", type=int, default=64, help="concurrent requests [64]")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt [512]")
-    parser.add_argument("--answer", type=int, default=128, help="tokens of each answer [128]")
-    parser.add_argument("--samples", type=int, default=3, help="bursts, on each side [3]")
+    parser.add_argument("--streams", type=_positive, default=64, help="concurrent requests [64]")
+    parser.add_argument("--prompt", type=_positive, default=512, help="tokens of each prompt [512]")
+    parser.add_argument("--answer", type=_positive, default=128, help="tokens of each answer [128]")
+    parser.add_argument("--samples", type=_positive, default=2, help="bursts, on each side [2]")
+    parser.add_argument("--waves", type=int, default=2, help="requests a stream of the longer load, on each side; 0 leaves it out [2]")
+    parser.add_argument("--tiny", action="store_true", help="a small load that only tries the program, whatever else is said of its sizes")
     parser.add_argument("--patience", type=float, default=240, help="seconds that each part may take [240]")
     parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help="more EngineArgs, of both sides")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "serving_cuda", help="directory of the result [build/serving_cuda]")
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.waves < 0:
+        parser.error(f"argument --waves: {options.waves} is below 0")
+    if options.tiny:
+        options.streams, options.prompt, options.answer, options.samples, options.waves = 3, 24, 8, 2, 2
+    return options
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def _ours(options: argparse.Namespace, rows: Rows) -> None:
     for batch, tokens in workload.prompts:
         _rate(rows, section, f"prefill {_name(batch, tokens)}", ours.prefill(batch, tokens, workload.samples))
     for batch, tokens, steps in workload.decodes:
-        _rate(rows, section, f"decode {_name(batch, tokens)}", ours.decode(batch, tokens, steps, workload.samples))
+        found = ours.decode(batch, tokens, steps, workload.samples)
+        counts = [sample.steps for sample in found]
+        _rate(rows, section, f"decode {_name(batch, tokens)}", [sample.rate for sample in found], steps=min(counts), sample_steps=counts)
         _rate(rows, section, f"whole {_name(batch, tokens)}+{steps}", ours.batch_total(batch, tokens, steps, 2))
     batch, tokens, steps = workload.decodes[0]
     gaps = sorted(ours.intervals(tokens, steps))
@@ -195,8 +197,8 @@ def _workload(options: argparse.Namespace) -> Any:
     return Workload.tiny() if options.tiny else Workload()
 
 
-def _rate(rows: Rows, section: str, measure: str, samples: list[float]) -> None:
-    rows.add(section, measure, unit="tokens/s", median=statistics.median(samples), min=min(samples), max=max(samples), samples=samples)
+def _rate(rows: Rows, section: str, measure: str, samples: list[float], **facts: Any) -> None:
+    rows.add(section, measure, unit="tokens/s", median=statistics.median(samples), min=min(samples), max=max(samples), samples=samples, **facts)
 
 
 def _name(batch: int, tokens: int) -> str:
