@@ -14,7 +14,7 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, DrawnTokens
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.state_cache import HybridCache
-from pocketllm.torch_engine.masks import Masks, Words
+from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.runner import Draw
@@ -70,7 +70,7 @@ class GpuRunner:
         order = sorted(range(len(step)), key=lambda place: step[place].num_tokens != 1)  # decoding rows first
         rows = [step[place] for place in order]
         sampling = [place for place in order if step[place].samples]
-        words, errors = _take_masks(masks, [step[place].row for place in sampling])
+        words, errors = masks.take_all([step[place].row for place in sampling])
         query_lengths = tuple(one.num_tokens for one in rows if one.num_tokens != 1)
         graph = self._graph_for(len(rows)) if not query_lengths and len(sampling) == len(rows) else None
         inputs = graph.inputs if graph is not None else StepInputs(len(rows) - len(query_lengths), query_lengths, len(sampling), self.max_rows, self.device)
@@ -171,17 +171,3 @@ class _DecodeGraph:
         """Logits [size, vocab_size] float32, until the next replay of any graph."""
         self._graph.replay()
         return self._logits
-
-
-def _take_masks(masks: Masks, rows: Sequence[Row]) -> tuple[dict[int, Words], dict[int, BaseException]]:
-    """Masks and failures by place in `rows`, of those with a constraint."""
-    words: dict[int, Words] = {}
-    errors: dict[int, BaseException] = {}
-    for place, row in enumerate(rows):
-        if row.request.constraint is not None:
-            mask = masks.take(row)
-            if isinstance(mask, BaseException):
-                errors[place] = mask
-            else:
-                words[place] = mask
-    return words, errors

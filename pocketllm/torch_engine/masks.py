@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -48,6 +49,19 @@ class Masks:
         future = self._futures.pop(row)
         error = future.exception()
         return future.result() if error is None else error
+
+    def take_all(self, rows: Sequence[Row]) -> tuple[dict[int, Words], dict[int, BaseException]]:
+        """Wait for the masks of those of `rows` with a constraint: what `take` gives, words and failures apart, by place in `rows`."""
+        words: dict[int, Words] = {}
+        errors: dict[int, BaseException] = {}
+        for place, row in enumerate(rows):
+            if row.request.constraint is not None:
+                mask = self.take(row)
+                if isinstance(mask, BaseException):
+                    errors[place] = mask
+                else:
+                    words[place] = mask
+        return words, errors
 
     def accept(self, row: Row, token_id: int) -> BaseException | None:
         """Tell the constraint of a row what it drew, before the scheduler resolves it, and begin the next mask unless the row ends here.

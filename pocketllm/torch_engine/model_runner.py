@@ -12,7 +12,7 @@ from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
-from pocketllm.torch_engine.masks import Masks, Words
+from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.runner import Draw, Landed
 from pocketllm.torch_engine.sampler import sample
@@ -72,15 +72,7 @@ class ModelRunner:
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[Draw | BaseException]:
         """One result a row of `logits` [num_rows, vocab_size]."""
-        words: dict[int, Words] = {}
-        errors: dict[int, BaseException] = {}
-        for place, row in enumerate(rows):
-            if row.request.constraint is not None:
-                mask = masks.take(row)
-                if isinstance(mask, BaseException):
-                    errors[place] = mask
-                else:
-                    words[place] = mask
+        words, errors = masks.take_all(rows)
         results: list[Draw | BaseException] = []
         for place, token_id in enumerate(sample(logits, [row.request for row in rows], [row.num_generated for row in rows], words)):
             request = rows[place].request
