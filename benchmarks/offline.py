@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arguments import json_object, positive
 from hardware import ROOT, describe_code, describe_hardware, peak_rss, physical_cores, slug
 from limits import measure_limits, token_costs
 from peers import LlamaCpp, PeerError, Workload
@@ -264,28 +265,14 @@ def _without_folders(text: str) -> str:
     return flag + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure PocketLLM, and llama.cpp beside it, on one GGUF file.")
     parser.add_argument("--model", help="GGUF file, or what --model of the CLI takes [the embedded model]")
     parser.add_argument("--peer", type=Path, metavar="PATH", help="llama-bench, with llama-batched-bench beside it [build/llama.cpp/llama-bench if built]")
-    parser.add_argument("--rounds", type=_positive, default=5, help="alternating rounds [5]")
-    parser.add_argument("--threads", type=_positive, default=physical_cores(), help="threads of each side [physical cores]")
+    parser.add_argument("--rounds", type=positive, default=5, help="alternating rounds [5]")
+    parser.add_argument("--threads", type=positive, default=physical_cores(), help="threads of each side [physical cores]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts [0]")
-    parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help='more EngineArgs, such as \'{"dtype": "float32"}\'')
+    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help='more EngineArgs, such as \'{"dtype": "float32"}\'')
     parser.add_argument("--output", type=Path, help="result file [benchmarks/results/<hardware>/offline.json]")
     return parser.parse_args(arguments)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from arguments import positive
 from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
 from serving_process import ServingProcess
@@ -172,16 +173,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the HTTP front end over the fake backend, and a bare SSE loop beside it.")
-    parser.add_argument("--rounds", type=_positive, default=5, help="alternating rounds [5]")
+    parser.add_argument("--rounds", type=positive, default=5, help="alternating rounds [5]")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time of each sample [4]")
     parser.add_argument("--warm-up", type=float, default=1.0, help="time under load before it [1]")
     parser.add_argument("--load", action="append", choices=[load.name for load in _LOADS], help="streams x tokens/s, may be repeated [all]")

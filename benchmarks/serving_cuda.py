@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from arguments import json_object, positive
 from hardware import ROOT, describe_code, describe_gpu, describe_hardware
 from http_streams import HttpStreams, Stream
 from load_generator import LoadError
@@ -226,34 +227,20 @@ def _short(facts: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value:,.4g}" for key, value in facts.items() if isinstance(value, float))
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure `pocketllm serve` on a GPU against the offline rate of the same checkpoint.")
     parser.add_argument("--shape", default="qwen3.5-9b", help="of the random checkpoint, as random_checkpoint.py knows it [qwen3.5-9b]")
     parser.add_argument("--model", type=Path, help="checkpoint without EOS to measure in its place")
     parser.add_argument("--scratch", type=Path, help="where the random checkpoint is written and looked for [/dev/shm if it has the room, else the disk]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the program [cuda]")
-    parser.add_argument("--streams", type=_positive, default=64, help="concurrent requests [64]")
-    parser.add_argument("--prompt", type=_positive, default=512, help="tokens of each prompt [512]")
-    parser.add_argument("--answer", type=_positive, default=128, help="tokens of each answer [128]")
-    parser.add_argument("--samples", type=_positive, default=2, help="bursts, on each side [2]")
+    parser.add_argument("--streams", type=positive, default=64, help="concurrent requests [64]")
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt [512]")
+    parser.add_argument("--answer", type=positive, default=128, help="tokens of each answer [128]")
+    parser.add_argument("--samples", type=positive, default=2, help="bursts, on each side [2]")
     parser.add_argument("--waves", type=int, default=2, help="requests a stream of the longer load, on each side; 0 leaves it out [2]")
     parser.add_argument("--tiny", action="store_true", help="a small load that only tries the program, whatever else is said of its sizes")
     parser.add_argument("--patience", type=float, default=240, help="seconds that each part may take [240]")
-    parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help="more EngineArgs, of both sides")
+    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs, of both sides")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "serving_cuda", help="directory of the result [build/serving_cuda]")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from arguments import json_object
 from cuda_table import table
 from hardware import ROOT, describe_code, describe_gpu, describe_hardware, gpu_slug
 
@@ -246,13 +247,6 @@ def _sections(text: str) -> list[str]:
     return names
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure PocketLLM's torch plane on a GPU, with transformers and the card's limits beside it.")
     parser.add_argument("--shape", default="qwen3.5-9b", help="of the random checkpoints, as random_checkpoint.py knows it [qwen3.5-9b]")
@@ -263,7 +257,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a workload that only tries the program")
     parser.add_argument("--sections", type=_sections, default=list(SECTIONS), metavar="A,B", help=f"which of {', '.join(SECTIONS)} [all]")
     parser.add_argument("--section-timeout", type=float, default=240, help="seconds after which a section is ended [240]")
-    parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
+    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--keep", action="store_true", help="add to the rows that DIR has, in place of those of another run")
