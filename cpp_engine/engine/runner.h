@@ -1,0 +1,58 @@
+// What the engine's loop needs of whatever computes its steps.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/request.h"
+
+namespace pocket {
+
+// One row's share of a step, as the scheduler chose it. Pointers are valid during the call.
+struct RunRow {
+    std::span<const std::int32_t> token_ids;                // the tokens to compute
+    int num_computed_tokens = 0;                            // tokens before them, whose keys and values are in the cache
+    std::span<const std::int32_t> block_table;              // blocks of all its tokens, those of this step included
+    int slot = -1;                                          // of its recurrent state
+    bool samples = false;                                   // whether its last token's logits are drawn from
+    const Request* request = nullptr;                       // how
+    int draw = 0;                                           // number of this draw in its row, from 0
+    const std::uint32_t* mask = nullptr;                    // ids that its constraint allows, or null
+};
+
+// The recurrent state of one slot becomes that of another, in all layers.
+struct StateCopy {
+    int from = 0;
+    int to = 0;
+};
+
+// What a row drew. `is_finite` false: its logits were not finite, and it fails.
+struct Draw {
+    std::int32_t token_id = -1;
+    bool is_finite = true;
+    TokenLogprobs logprobs;                                 // where the request asked for them
+};
+
+struct CacheShape {
+    int block_size = 16;                                    // tokens
+    int num_blocks = 0;
+    int num_row_slots = 0;                                  // most running rows
+    int num_snapshot_slots = 0;                             // states kept beside those of the rows
+    int snapshot_interval = 0;                              // tokens between snapshots of a long prompt, a multiple of block_size
+    int max_model_len = 0;
+};
+
+// One model with its cache. One thread calls it, the engine's.
+class Runner {
+public:
+    virtual ~Runner() = default;
+    virtual int vocab_size() const noexcept = 0;
+    virtual const CacheShape& cache() const noexcept = 0;
+
+    // Carry out `copies` in order, then compute the step. One Draw for each row that samples, in the order of `rows`.
+    // What it throws ends every row, and the engine is dead.
+    virtual std::vector<Draw> run(std::span<const RunRow> rows, std::span<const StateCopy> copies) = 0;
+};
+
+}  // namespace pocket

@@ -1,0 +1,41 @@
+// What the engine needs of a model: its sizes, and a step's logits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "pocket/device.h"
+
+namespace pocket {
+
+// Where a step's cache lies: for each attention layer its keys and values, for each DeltaNet layer its states, in the order of the layers.
+struct ModelCaches {
+    std::span<const KvCache> kv;
+    std::span<const StateCache> states;
+};
+
+class Model {
+public:
+    virtual ~Model() = default;
+
+    virtual std::string architecture() const = 0;                 // model_type of the checkpoint
+    virtual int vocab_size() const noexcept = 0;
+    virtual int max_positions() const noexcept = 0;
+    virtual int num_attention_layers() const noexcept = 0;
+    virtual int num_delta_net_layers() const noexcept = 0;
+    virtual std::int64_t kv_size() const noexcept = 0;            // values of keys (as many of values) of one token and layer
+    virtual AttentionShape attention_shape() const noexcept = 0;
+    virtual DeltaNetShape delta_net_shape() const noexcept = 0;
+    virtual std::size_t weight_bytes() const noexcept = 0;        // on the device
+    virtual std::size_t bytes_per_token() const noexcept = 0;     // of weights that decoding one token reads, the embedding table's other rows left out
+
+    // Make room for steps of up to `max_tokens` tokens and `max_samples` samples.
+    virtual void reserve(int max_tokens, int max_rows, int max_samples) = 0;
+
+    // logits [step.num_samples, vocab_size] float32, in memory of the model that is valid until the next call.
+    virtual Tensor forward(const Step& step, const ModelCaches& caches) = 0;
+};
+
+}  // namespace pocket
