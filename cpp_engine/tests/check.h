@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 namespace pocket::check {
@@ -71,7 +72,8 @@ void equal(const char* file, int line, const char* text, const A& found, const B
 
 // NaN is near nothing.
 inline void near(const char* file, int line, const char* text, double found, double wanted, double tolerance) {
-    if (!(std::abs(found - wanted) <= tolerance)) fail(file, line, std::string(text) + ": " + show(found) + " is not within " + show(tolerance) + " of " + show(wanted));
+    if (std::abs(found - wanted) <= tolerance) return;
+    fail(file, line, std::string(text) + ": " + show(found) + " is not within " + show(tolerance) + " of " + show(wanted));
 }
 
 template <typename Function>
@@ -79,9 +81,9 @@ void throws(const char* file, int line, const char* text, std::string_view part,
     try {
         function();
     } catch (const std::exception& error) {
-        const std::string_view message = error.what();
-        if (message.find(part) == std::string_view::npos) fail(file, line, std::string(text) + " threw \"" + std::string(message) + "\", which lacks \"" + std::string(part) + "\"");
-        if (message.find('\n') != std::string_view::npos) fail(file, line, std::string(text) + " threw more than one line: \"" + std::string(message) + "\"");
+        const std::string message = error.what(), threw = std::string(text) + " threw \"" + message + "\"";
+        if (message.find(part) == std::string::npos) fail(file, line, threw + ", which lacks \"" + std::string(part) + "\"");
+        if (message.find('\n') != std::string::npos) fail(file, line, threw + ", more than one line");
         return;
     }
     fail(file, line, std::string(text) + " threw nothing; wanted \"" + std::string(part) + "\"");
