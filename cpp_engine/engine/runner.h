@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/request.h"
+#include "pocket/error.h"
 
 namespace pocket {
 
@@ -53,6 +54,13 @@ public:
     // Carry out `copies` in order, then compute the step. One Draw for each row that samples, in the order of `rows`.
     // What it throws ends every row, and the engine is dead.
     virtual std::vector<Draw> run(std::span<const RunRow> rows, std::span<const StateCopy> copies) = 0;
+
+    // Carry out `copies`, compute one row and return the logits of each of its tokens, float32 [row.token_ids.size(), vocab_size()] in host memory; nothing
+    // is drawn. For sessions, which evaluate and verify; the engine's loop does not call it. Error(unsupported) where a runner has none.
+    virtual std::vector<float> logits(const RunRow& row, std::span<const StateCopy> copies) {
+        (void)row, (void)copies;
+        throw Error(ErrorKind::unsupported, "This runner gives no logits of single tokens: use the engine of a model.");
+    }
 };
 
 }  // namespace pocket
