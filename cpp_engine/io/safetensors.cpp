@@ -63,8 +63,8 @@ HostTensor read_entry(const std::string& file, const std::string& name, const Js
     if (is_empty) num_bytes = 0;
     const std::int64_t begin = offsets->array()[0].integer(), end = offsets->array()[1].integer();
     if (end < begin || end - begin != num_bytes) {
-        fail(corrupt + "its data_offsets " + offsets->text() + " are not the " + std::to_string(num_bytes) + " bytes of " + type->string() + " " + shape->text() +
-             ". Download it again.");
+        const std::string wanted = std::to_string(num_bytes) + " bytes of " + type->string() + " " + shape->text();
+        fail(corrupt + "its data_offsets " + offsets->text() + " are not the " + wanted + ". Download it again.");
     }
     if (static_cast<std::uint64_t>(end) > data.size()) {
         fail(file + " is truncated: the tensor " + name + " ends at byte " + std::to_string(end) + " of the data, which has " + std::to_string(data.size()) +

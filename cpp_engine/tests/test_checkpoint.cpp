@@ -130,17 +130,19 @@ TEST(ids_that_end_an_answer) {
     write_file(folder.path() / "model.safetensors", safetensors_bytes({{"a", ones(2)}}));
     using Ids = std::vector<std::int32_t>;
     write_config(folder.path());
-    CHECK_EQ(eos_token_ids(Checkpoint{folder.path()}), Ids{});
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).source, std::string("none"));
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).token_ids, Ids{});
     write_config(folder.path(), R"({"model_type": "qwen3_5", "text_config": {"eos_token_id": 7}})");
-    CHECK_EQ(eos_token_ids(Checkpoint{folder.path()}), Ids{7});
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).token_ids, Ids{7});
     write_config(folder.path(), R"({"model_type": "qwen3_5", "eos_token_id": 8, "text_config": {"eos_token_id": 7}})");
-    CHECK_EQ(eos_token_ids(Checkpoint{folder.path()}), Ids{8});
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).token_ids, Ids{8});
     write_file(folder.path() / "generation_config.json", R"({"eos_token_id": null})");
-    CHECK_EQ(eos_token_ids(Checkpoint{folder.path()}), Ids{8});
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).token_ids, Ids{8});
     write_file(folder.path() / "generation_config.json", R"({"eos_token_id": [5, 6]})");
-    CHECK_EQ(eos_token_ids(Checkpoint{folder.path()}), (Ids{5, 6}));
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).token_ids, (Ids{5, 6}));
+    CHECK_EQ(read_eos_ids(Checkpoint{folder.path()}).source, std::string("generation_config.json"));
     for (const char* value : {"-1", "\"x\"", "[1, -2]", "[1.0]", "true", "4294967296", "{}"}) {
         write_file(folder.path() / "generation_config.json", std::string("{\"eos_token_id\": ") + value + "}");
-        CHECK_THROWS(eos_token_ids(Checkpoint{folder.path()}), "generation_config.json has eos_token_id = ");
+        CHECK_THROWS(read_eos_ids(Checkpoint{folder.path()}), "generation_config.json has eos_token_id = ");
     }
 }
