@@ -75,7 +75,8 @@ public:
 
 private:
     [[noreturn]] void fail(const char* what) const {
-        throw Error(ErrorKind::configuration, source_ + " is not valid JSON (" + what + ", at byte " + std::to_string(place_) + "): download it again.", "model");
+        const std::string where = std::to_string(place_);
+        throw Error(ErrorKind::configuration, source_ + " is not valid JSON (" + what + ", at byte " + where + "): download it again.", "model");
     }
 
     char peek() const { return place_ < text_.size() ? text_[place_] : '\0'; }

@@ -89,7 +89,7 @@ inline std::vector<float> values_of(const StoredTensor& stored) {
     return values;
 }
 
-inline std::string shape_text(const std::vector<std::int64_t>& shape) {
+inline std::string shape_json(const std::vector<std::int64_t>& shape) {
     std::string text = "[";
     for (std::size_t place = 0; place < shape.size(); ++place) text += (place ? "," : "") + std::to_string(shape[place]);
     return text + "]";
@@ -100,7 +100,7 @@ inline std::string safetensors_bytes(const StoredTensors& tensors, std::string h
     std::string data, entries;
     for (const auto& [name, stored] : tensors) {
         entries += (entries.empty() ? "" : ",");
-        entries += "\"" + name + "\":{\"dtype\":\"" + stored.type + "\",\"shape\":" + shape_text(stored.shape) + ",\"data_offsets\":[";
+        entries += "\"" + name + "\":{\"dtype\":\"" + stored.type + "\",\"shape\":" + shape_json(stored.shape) + ",\"data_offsets\":[";
         entries += std::to_string(data.size()) + "," + std::to_string(data.size() + stored.bytes.size()) + "]}";
         data += stored.bytes;
     }
@@ -173,7 +173,8 @@ struct TinyCheckpoint {
         std::string text;
         for (const auto& [key, value] : config) text += (text.empty() ? "\"" : ", \"") + key + "\": " + value;
         text = "{" + text + "}";
-        if (is_multimodal) text = R"({"model_type": "qwen3_5", "tie_word_embeddings": )" + config.at("tie_word_embeddings") + ", \"text_config\": " + text + "}";
+        const std::string top = R"({"model_type": "qwen3_5", "tie_word_embeddings": )" + config.at("tie_word_embeddings");
+        if (is_multimodal) text = top + ", \"text_config\": " + text + "}";
         write_file(folder / "config.json", text);
         if (num_shards == 1) return write_file(folder / "model.safetensors", safetensors_bytes(tensors));
         std::vector<StoredTensors> shards(static_cast<std::size_t>(num_shards));
