@@ -92,16 +92,15 @@ std::vector<std::int32_t> Session::verify(std::span<const std::int32_t> token_id
     if (token_ids_.empty()) throw Error(ErrorKind::configuration, "The session is empty: call prefill before verify.", "tokens");
     check(token_ids, num_tokens());
     const std::size_t before = token_ids_.size();
-    const bool copies_state = options_.has_states && token_ids.size() > 1;
-    int slot = -1;
-    if (copies_state) {
-        keep(false);
-        const auto kept = std::find_if(snapshots_.begin(), snapshots_.end(), [&](const Snapshot& one) { return one.position == static_cast<int>(before); });
-        if (kept == snapshots_.end()) {
-            throw Error(ErrorKind::unsupported, "verify needs a second state slot to return to: make the engine with max_batch_size of at least 2.", "tokens");
-        }
-        slot = kept->slot;
+    const bool returns = options_.has_states && token_ids.size() > 1;
+    const auto is_before = [before](const Snapshot& one) { return one.position == static_cast<int>(before); };
+    const bool was_kept = std::any_of(snapshots_.begin(), snapshots_.end(), is_before);
+    if (returns) keep(false);
+    const auto kept = std::find_if(snapshots_.begin(), snapshots_.end(), is_before);
+    if (returns && kept == snapshots_.end()) {
+        throw Error(ErrorKind::unsupported, "verify needs a second state slot to return to: make the engine with max_batch_size of at least 2.", "tokens");
     }
+    const int slot = returns ? kept->slot : -1;
     const std::vector<float> logits = compute_logits(token_ids);
     const int vocab_size = runner_.vocab_size();
     std::vector<std::int32_t> ids(token_ids.size());
@@ -110,13 +109,14 @@ std::vector<std::int32_t> Session::verify(std::span<const std::int32_t> token_id
     while (accepted < ids.size() && token_ids[accepted] == ids[accepted - 1]) ++accepted;
     if (accepted < ids.size()) {
         token_ids_.resize(before);
-        if (copies_state) {
+        if (returns) {
             copies_.push_back({slot, 0});
             compute(token_ids.first(accepted), nullptr, 0);
         } else {  // keys and values of the right guesses are in place
             token_ids_.insert(token_ids_.end(), token_ids.begin(), token_ids.begin() + static_cast<std::ptrdiff_t>(accepted));
         }
     }
+    if (returns && !was_kept && std::erase_if(snapshots_, is_before) > 0) free_slots_.push_back(slot);  // a state a call would drive the prompts' out
     return ids;
 }
 
