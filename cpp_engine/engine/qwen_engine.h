@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,7 +33,8 @@ public:
     // --- the session: see Session for what each call keeps and reuses ---
     std::int32_t prefill(std::span<const std::int32_t> token_ids);                          // the greedy id that follows
     std::int32_t decode_step(std::int32_t token_id);                                        // the greedy id that follows it
-    std::vector<std::int32_t> generate(std::span<const std::int32_t> token_ids, int max_new_tokens);  // all of them: no id ends it
+    // `max_new_tokens` ids: none ends it. `on_token` hears of each; what it throws ends it.
+    std::vector<std::int32_t> generate(std::span<const std::int32_t> token_ids, int max_new_tokens, const std::function<void(std::int32_t)>& on_token = {});
     std::vector<std::int32_t> verify(std::span<const std::int32_t> token_ids);              // the greedy id after each
     std::vector<float> logits(std::span<const std::int32_t> token_ids);                     // [token_ids.size(), vocab_size]
     void warmup();                                                                          // one step of each size; the session is empty then
