@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -60,9 +59,7 @@ struct QwenConfig {
     int snapshot_interval = 0;                              // tokens
     std::vector<std::int32_t> eos_token_ids;                // the main one first
     std::string eos_source;                                 // the file that names them, or "none"
+    std::vector<std::string> limits;                        // lines for the log: what is less than the model or the options would allow
 };
-
-// How far loading has come: `fraction` in [0, 1] and a line for people. What it throws ends the load.
-using LoadProgress = std::function<void(double fraction, const std::string& message)>;
 
 }  // namespace pocket

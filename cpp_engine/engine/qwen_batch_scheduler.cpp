@@ -52,7 +52,13 @@ QwenBatchScheduler::QwenBatchScheduler(QwenEngine& engine, int max_batch_size) :
     }
 }
 
-QwenBatchScheduler::~QwenBatchScheduler() { stop(); }
+QwenBatchScheduler::~QwenBatchScheduler() {
+    if (engine_.is_foreign()) {
+        (void)loop_.release();  // its thread did not come along into this fork, so nothing could join it
+    } else {
+        stop();
+    }
+}
 
 RequestId QwenBatchScheduler::submit_request(std::vector<std::int32_t> prompt_token_ids, const QwenBatchSamplingParams& sampling,
                                              QwenBatchCallbacks callbacks) {
@@ -138,6 +144,7 @@ void QwenBatchScheduler::stop() {
     if (is_in_callback()) {
         throw Error(ErrorKind::configuration, "stop was called from a callback, which runs on the thread that stop waits for: call it from another thread.");
     }
+    if (engine_.is_foreign()) return;
     const std::lock_guard one_at_a_time(stopping_);
     {
         const std::lock_guard lock(mutex_);

@@ -60,6 +60,9 @@ public:
     // Seed of the next request that has none.
     std::uint64_t next_seed() noexcept;
 
+    // Whether this process is a fork of the one that loaded the model.
+    bool is_foreign() const noexcept;
+
     // Throws Error(unavailable) in a fork of the process that loaded the model: its threads did not come along.
     void check_process() const;
 

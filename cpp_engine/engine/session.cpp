@@ -20,7 +20,8 @@ std::int32_t greedy(const float* logits, int vocab_size) {
 
 Session::Session(Runner& runner, const SessionOptions& options) : runner_(runner), options_(options) {
     const CacheShape& cache = runner.cache();
-    block_table_.resize(static_cast<std::size_t>(std::min<std::int64_t>((cache.max_model_len + cache.block_size - 1) / cache.block_size, cache.num_blocks)));
+    const int most = cache.max_model_len > 0 ? (cache.max_model_len + cache.block_size - 1) / cache.block_size : cache.num_blocks;
+    block_table_.resize(static_cast<std::size_t>(std::min(most, cache.num_blocks)));
     std::iota(block_table_.begin(), block_table_.end(), 0);
     reset();
 }
@@ -46,7 +47,8 @@ void Session::check(std::span<const std::int32_t> token_ids, std::int64_t before
         }
     }
     const CacheShape& cache = runner_.cache();
-    const std::int64_t room = std::min<std::int64_t>(cache.max_model_len, static_cast<std::int64_t>(block_table_.size()) * cache.block_size);
+    const std::int64_t blocks = static_cast<std::int64_t>(block_table_.size()) * cache.block_size;
+    const std::int64_t room = cache.max_model_len > 0 ? std::min<std::int64_t>(cache.max_model_len, blocks) : blocks;
     const std::int64_t wanted = before + static_cast<std::int64_t>(token_ids.size());
     if (wanted > room) {
         throw Error(ErrorKind::configuration,

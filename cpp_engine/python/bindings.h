@@ -10,6 +10,7 @@
 #include "engine/engine_options.h"
 #include "engine/qwen_batch_scheduler.h"
 #include "engine/qwen_engine.h"
+#include "models/model.h"
 #include "lifetime.h"
 #include "python_object.h"
 

@@ -53,7 +53,8 @@ void bind_options(py::module_& module) {
         .field("state_snapshots", &Config::state_snapshots, "recurrent states kept for prefix reuse")
         .field("snapshot_interval", &Config::snapshot_interval, "tokens between snapshots of a long prompt")
         .field("eos_token_ids", &Config::eos_token_ids, "ids that end an answer, the main one first")
-        .field("eos_source", &Config::eos_source, "the file that names them, or \"none\"");
+        .field("eos_source", &Config::eos_source, "the file that names them, or \"none\"")
+        .field("limits", &Config::limits, "lines for a log: what is less than the model or the options would allow");
 }
 
 }  // namespace pocket::python
