@@ -24,11 +24,11 @@ def main() -> None:
     import torch
     import transformers
 
-    from tiny_qwen3_5.model import make_model, write_checkpoint
-    from tiny_qwen3_5.rows import draw_steps
-    from tiny_qwen3_5.scoring import score_checkpoint
-    from tiny_qwen3_5.training import DivergedError, train
-    from tiny_qwen3_5.vocabulary import train_tokenizer
+    from tiny_training.model import make_model, write_checkpoint
+    from tiny_training.rows import draw_steps
+    from tiny_training.scoring import score_checkpoint
+    from tiny_training.training import DivergedError, train
+    from tiny_training.vocabulary import train_tokenizer
 
     begin = time.monotonic()
     tokenizer = train_tokenizer(options.seed)

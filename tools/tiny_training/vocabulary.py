@@ -19,7 +19,6 @@ _CONTROL = (END_OF_TEXT, TURN_START, TURN_END)
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")  # text that an answer keeps, as in Qwen's files
 _ADDED = re.compile("|".join(re.escape(token) for token in (*_CONTROL, *_TAGS)))
 _LEARNT = 1500  # bytes and merges
-_SAMPLE = 6000  # conversations
 # How a text is cut before merging. Digits stand alone, as in Qwen's vocabularies. A word does not take the blank, the quote or the `=` before it along, as
 # it would there: a small model copies best what is spelled alike wherever it stands.
 _PIECES = r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
@@ -31,8 +30,8 @@ def load_template() -> ChatTemplate:
     return ChatTemplate(TEMPLATE, {"eos_token": TURN_END, "pad_token": END_OF_TEXT})
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
-    """The tokenizer of a seed, always the same."""
+def train_tokenizer(seed: int, conversations: int = 6000) -> Tokenizer:
+    """The tokenizer of a seed and a number of conversations that it is learnt from, always the same."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
@@ -40,7 +39,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=_LEARNT, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
     template = load_template()
-    texts = (render(template, draw_conversation(Source(f"vocabulary {seed} {index}"))) for index in range(_SAMPLE))
+    texts = (render(template, draw_conversation(Source(f"vocabulary {seed} {index}"))) for index in range(conversations))
     tokenizer.train_from_iterator(_between_added(texts), trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _CONTROL])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in _TAGS])

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3_5ForCausalLM
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from .conversation import SKILL_NAMES
+from .delta_rule import fast_training
 from .rows import Batch
 
 _REPORT_STEPS = 100
@@ -47,17 +47,13 @@ def train(model: Qwen3_5ForCausalLM, steps: Iterator[list[Batch]], *, seconds: f
     """Train in place, on the model's device, until the time or the steps are over.
 
     The learning rate falls with the share of the run that is done, so that a short run ends as smoothly as a long one. The clock starts after one pass without
-    an update, in which kernels are compiled.
+    an update, in which libraries are loaded.
 
     Raises:
         DivergedError: the loss is no number.
     """
-    original = modeling_qwen3_5.causal_conv1d_fn
-    modeling_qwen3_5.causal_conv1d_fn = _causal_conv
-    try:
+    with fast_training():
         return _train(model, steps, seconds, max_steps, learning_rate)
-    finally:
-        modeling_qwen3_5.causal_conv1d_fn = original
 
 
 def _train(model: Qwen3_5ForCausalLM, steps: Iterator[list[Batch]], seconds: float, max_steps: int | None, learning_rate: float) -> Outcome:
@@ -138,21 +134,3 @@ def _send(array: Any, device: torch.device) -> torch.Tensor:
 def _means(sums: torch.Tensor) -> dict[str, float]:
     totals, counts = sums.tolist()
     return {name: totals[index] / counts[index] for index, name in enumerate(SKILL_NAMES, start=1) if counts[index]}
-
-
-def _causal_conv(hidden_states: torch.Tensor, weight: torch.Tensor, bias: None = None, activation: str | None = None, **rest: Any) -> torch.Tensor:
-    """The model's depthwise convolution as a sum of four shifts: convolution libraries are slow at the gradient of its few weights.
-
-    Args:
-        hidden_states: [rows, channels, width].
-        weight: [channels, kernel].
-    """
-    assert bias is None
-    assert activation == "silu"
-    kernel, width = weight.shape[1], hidden_states.shape[2]
-    padded = F.pad(hidden_states.transpose(1, 2), (0, 0, kernel - 1, 0))  # [rows, width + kernel - 1, channels]
-    taps = weight.to(padded.dtype).unbind(1)
-    total = padded[:, :width] * taps[0]
-    for place, tap in enumerate(taps[1:], start=1):
-        total = total + padded[:, place : place + width] * tap
-    return F.silu(total).transpose(1, 2)
