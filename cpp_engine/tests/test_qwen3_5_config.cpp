@@ -142,7 +142,7 @@ TEST(values_that_make_no_sense) {
         {"rope_parameters", "3", "has rope_parameters = 3, which should be an object"},
         {"rope_parameters", R"({"rope_theta": -1, "partial_rotary_factor": 0.25})", "has rope_theta = -1, which should be a number above 0"},
         {"rope_parameters", R"({"rope_theta": 1e4, "partial_rotary_factor": 0.2})", "has partial_rotary_factor = 0.2, which should be an even part"},
-        {"rope_parameters", R"({"rope_theta": 1e4, "partial_rotary_factor": 2})", "has partial_rotary_factor = 2, which should be an even part of head_dim = 16"},
+        {"rope_parameters", R"({"rope_theta": 1e4, "partial_rotary_factor": 2})", "= 2, which should be an even part of head_dim = 16"},
         {"rope_parameters", R"({"rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 2]})", "has mrope_section = [1, 2], which should be"},
     };
     for (const auto& [key, value, words] : cases) CHECK_THROWS(read_with(key, value), words);
