@@ -4,7 +4,8 @@ PYTHON ?=
 VENV ?= .venv
 ARGS ?=
 
-NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/native.cpp
+NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/native.cpp \
+	$(shell find cpp_engine -name 'build*' -prune -o -path cpp_engine/tests -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.pyi' -o -name CMakeLists.txt \) -print)
 
 export PYTHON VENV
 
@@ -31,7 +32,7 @@ bench: $(VENV)/.installed ## measure prefill and decode; with llama.cpp beside i
 	@$(VENV)/bin/python benchmarks/offline.py $(ARGS)
 
 clean: ## remove the virtual environment, builds and caches
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/clients/node/node_modules
+	rm -rf .venv build dist cpp_engine/build* .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/clients/node/node_modules
 	find pocketllm tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are files, so a second call installs nothing. Code changes need no new install: it is editable.

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds the native parts into the source tree, where an editable install finds them. Does nothing, and says so, where there
-# is no C++ compiler or no x86-64 processor: everything runs without them, decoding more slowly.
+# Builds the native parts: the torch plane's CPU kernels into the source tree, where an editable install finds them; the native engine's module
+# pocketllm_cpp into the virtual environment's packages, and its launcher pocketllm_engine beside the environment's python. Does nothing, and says so,
+# where there is no C++ compiler: everything else runs without them.
 # NATIVE_REQUIRED  1: fail where they can't be built
-# VENV             virtual environment that takes cmake when the machine has none [.venv]
+# VENV             virtual environment that gets them, and pybind11; cmake too when the machine has none [.venv]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=${VENV:-.venv}
+venv=$(cd "${VENV:-.venv}" && pwd)
 target=pocketllm/torch_engine/kernels
 
 skip() {
@@ -14,8 +15,8 @@ skip() {
   exit "${NATIVE_REQUIRED:-0}"
 }
 
-[ "$(uname -m)" = x86_64 ] || skip "the native kernels are for x86-64 processors"
-command -v "${CXX:-c++}" >/dev/null 2>&1 || skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) 4-bit models run faster"
+command -v "${CXX:-c++}" >/dev/null 2>&1 ||
+  skip "there is no C++ compiler; with one (Debian and Ubuntu: apt-get install g++) there is the native engine, and 4-bit models run faster on the torch plane"
 mkdir -p build
 : >build/native.log
 # A step that fails leaves the native parts out, unless they are required.
@@ -24,10 +25,18 @@ attempt() { "$@" >>build/native.log 2>&1 || { tail -n 15 build/native.log >&2; s
 cmake=$(command -v cmake || true)
 if [ -z "$cmake" ] || [ -z "$(command -v make || command -v ninja || true)" ]; then
   attempt "$venv/bin/python" -m pip --disable-pip-version-check install --quiet cmake ninja
-  PATH=$(cd "$venv/bin" && pwd):$PATH  # VENV may be absolute
+  PATH=$venv/bin:$PATH
   export PATH CMAKE_GENERATOR=Ninja
   cmake=$venv/bin/cmake
 fi
-attempt "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target"
-attempt "$cmake" --build build/native
-echo "build_native: $target/libpocketllm_native.so"
+"$venv/bin/python" -c 'import pybind11' 2>/dev/null || attempt "$venv/bin/python" -m pip --disable-pip-version-check install --quiet 'pybind11>=2.13'
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+pybind11=$("$venv/bin/python" -m pybind11 --cmakedir)
+attempt "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" -DPython_EXECUTABLE="$venv/bin/python" -Dpybind11_DIR="$pybind11"
+attempt "$cmake" --build build/native --parallel "$("$venv/bin/python" -c 'import os; print(os.cpu_count() or 1)')"
+attempt "$cmake" --install build/native --component python --prefix "$packages"
+attempt "$cmake" --install build/native --component launcher --prefix "$venv"
+if [ -f "$target/libpocketllm_native.so" ]; then
+  echo "build_native: $target/libpocketllm_native.so"
+fi
+echo "build_native: pocketllm_cpp in $packages, $venv/bin/pocketllm_engine"

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pocketllm.backends.base import Backend
@@ -22,8 +23,10 @@ TORCH_ARCHITECTURES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text"}
 )
 TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
-TORCH_SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
+SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})
+CPP_OPTIONS = frozenset({"num_threads", "eos_token_id"})  # what its backend_options may hold
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,22 @@ def refuse_options(args: EngineArgs) -> None:
 
 
 def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
-    """The plane that `args` asks for, constructed and not yet loaded.
+    """The plane that `args` asks for, constructed and not yet loaded. No device is touched.
+
+    "auto" is the cpp plane where that runs the checkpoint and no option asks for what only the torch plane has; else the torch plane.
 
     Raises:
         UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
     """
     refuse_options(args)
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
-    if args.backend == "cpp":
-        reason = verdicts["cpp"].reason
-        raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {reason}. Send "torch", or leave it out.', param="backend")
+    cpp = verdicts["cpp"]
+    if args.backend == "cpp" and not cpp.runs:
+        raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {cpp.reason}. Send "torch", or leave it out.', param="backend")
+    if args.backend == "cpp" or (args.backend == "auto" and cpp.runs and not _asks_for_torch(args)):
+        from pocketllm.backends.cpp import CppBackend
+
+        return CppBackend(args, checkpoint)
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
     from pocketllm.backends.torch import TorchBackend
@@ -97,7 +106,7 @@ def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
         return "the checkpoint holds no weights"
     if checkpoint.model_format == "safetensors" and (obstacle := quantization_obstacle(checkpoint)):
         return obstacle
-    known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else TORCH_SAFETENSORS_TYPES
+    known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else SAFETENSORS_TYPES
     for tensor in checkpoint.tensors:
         if tensor.type not in known:
             return f"the tensor {tensor.name} has the type {tensor.type}, which is not supported; supported are {', '.join(sorted(known))}"
@@ -132,6 +141,19 @@ def _way(checkpoint: Checkpoint) -> str:
 def _cpp_obstacle(checkpoint: Checkpoint) -> str | None:
     if checkpoint.model_format != "safetensors" or checkpoint.architecture not in CPP_ARCHITECTURES:
         return f"it runs Qwen3.5 safetensors, and this is {checkpoint.architecture} from {checkpoint.model_format}"
+    if not checkpoint.tensors:
+        return "the checkpoint holds no weights"
+    if obstacle := quantization_obstacle(checkpoint):
+        return obstacle
+    for tensor in checkpoint.tensors:
+        if tensor.type not in SAFETENSORS_TYPES:
+            return f"the tensor {tensor.name} has the type {tensor.type}, which is not supported; supported are {', '.join(sorted(SAFETENSORS_TYPES))}"
     if importlib.util.find_spec("pocketllm_cpp") is None:
-        return "the native module pocketllm_cpp is not installed"
-    return "this version of PocketLLM has no adapter for the native module"
+        return "the native module pocketllm_cpp is not installed: build it with POCKETLLM_BUILD_CPP=1 pip install, or scripts/build_native.sh in a clone"
+    return None
+
+
+def _asks_for_torch(args: EngineArgs) -> bool:
+    """Whether "auto" has a reason for the torch plane besides the checkpoint: the native module computes on the CPU, and GPUs are torch's so far."""
+    wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and _NVIDIA_DRIVER.exists())
+    return wants_gpu or not CPP_OPTIONS.issuperset(args.backend_options)

@@ -1,0 +1,42 @@
+// What must have ended before the interpreter does: a thread that asks for the GIL after that never gets it.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/qwen_batch_scheduler.h"
+
+namespace pocket::python {
+
+// One for the process. Python's atexit calls `end`, which stops the schedulers and waits for the calls that compute; later ones are refused.
+class Lifetime {
+public:
+    static Lifetime& get();
+
+    // While it lives, the interpreter's end waits. Error(unavailable) once `end` was called.
+    class Call {
+    public:
+        Call();
+        ~Call();
+        Call(const Call&) = delete;
+        Call& operator=(const Call&) = delete;
+    };
+
+    void add(const std::shared_ptr<QwenBatchScheduler>& scheduler);
+    void end();                                             // without the GIL
+    bool has_ended() const;
+
+private:
+    Lifetime();
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<std::weak_ptr<QwenBatchScheduler>> schedulers_;
+    int num_calls_ = 0;
+    bool has_ended_ = false;
+    int process_ = 0;                                       // in a fork nothing is waited for: the threads did not come along
+};
+
+}  // namespace pocket::python
