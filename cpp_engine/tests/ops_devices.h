@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "backends/cpu/cpu_device.h"
-#include "core/half.h"
+#include "core/number_formats.h"
 #include "pocket/device.h"
 
 namespace pocket::ops {
@@ -54,9 +54,9 @@ inline std::vector<std::byte> to_bits(const std::vector<float>& values, DType dt
         if (dtype == DType::float32) {
             std::memcpy(&bits[i * 4], &values[i], 4);
         } else if (dtype == DType::float8_e4m3) {
-            bits[i] = static_cast<std::byte>(float_to_float8_e4m3(values[i]));
+            bits[i] = static_cast<std::byte>(to_float8_e4m3(values[i]));
         } else {
-            const std::uint16_t half = dtype == DType::bfloat16 ? float_to_bfloat16(values[i]) : float_to_float16(values[i]);
+            const std::uint16_t half = dtype == DType::bfloat16 ? to_bfloat16(values[i]) : to_float16(values[i]);
             std::memcpy(&bits[i * 2], &half, 2);
         }
     }
@@ -70,10 +70,10 @@ inline std::vector<float> from_bits(const std::vector<std::byte>& bits, DType dt
         if (dtype == DType::float32) {
             std::memcpy(&values[i], &bits[i * 4], 4);
         } else if (dtype == DType::float8_e4m3) {
-            values[i] = float8_e4m3_to_float(static_cast<std::uint8_t>(bits[i]));
+            values[i] = from_float8_e4m3(static_cast<std::uint8_t>(bits[i]));
         } else {
             std::memcpy(&half, &bits[i * 2], 2);
-            values[i] = dtype == DType::bfloat16 ? bfloat16_to_float(half) : float16_to_float(half);
+            values[i] = dtype == DType::bfloat16 ? from_bfloat16(half) : from_float16(half);
         }
     }
     return values;

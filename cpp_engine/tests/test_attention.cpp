@@ -9,8 +9,8 @@ using namespace pocket::ops;
 namespace {
 
 double keep(double value) { return value; }
-double as_half(double value) { return float16_to_float(float_to_float16(static_cast<float>(value))); }
-double as_bfloat16(double value) { return bfloat16_to_float(float_to_bfloat16(static_cast<float>(value))); }
+double as_half(double value) { return from_float16(to_float16(static_cast<float>(value))); }
+double as_bfloat16(double value) { return from_bfloat16(to_bfloat16(static_cast<float>(value))); }
 
 // As check_rows of test_delta_net.cpp; the blocks of the rows are scattered over the cache.
 void check_rows(Device& device, const std::string& where, const AttentionShape& shape, DType cache_dtype, int block_size, const std::vector<std::vector<int>>& counts, int num_decode, std::uint64_t seed) {

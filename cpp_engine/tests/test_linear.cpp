@@ -71,7 +71,7 @@ void check_product(Device& device, const std::string& where, Random& random, con
         for (std::size_t n = 0; n < product.size(); ++n) {
             for (std::int64_t k = 0; k < columns; ++k) {
                 const float exact = static_cast<float>(own[static_cast<std::size_t>(k)]);
-                const double term = (weight.rounds_to_half[n] ? bfloat16_to_float(float_to_bfloat16(exact)) : exact) * weight.values[n * static_cast<std::size_t>(columns) + static_cast<std::size_t>(k)];
+                const double term = (weight.rounds_to_half[n] ? from_bfloat16(to_bfloat16(exact)) : exact) * weight.values[n * static_cast<std::size_t>(columns) + static_cast<std::size_t>(k)];
                 product[n] += term;
                 size[n] += std::abs(term);
             }

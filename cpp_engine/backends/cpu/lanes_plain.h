@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/half.h"
+#include "core/number_formats.h"
 
 namespace pocket {
 
@@ -58,20 +58,20 @@ struct Plain {
     }
     static F where(unsigned bits, F a, F b) { POCKET_LANES((bits >> i & 1u) != 0 ? a.v[i] : b.v[i]); }
 
-    static F load_bfloat16(const std::uint16_t* p) { POCKET_LANES(bfloat16_to_float(p[i])); }
-    static F load_float16(const std::uint16_t* p) { POCKET_LANES(float16_to_float(p[i])); }
+    static F load_bfloat16(const std::uint16_t* p) { POCKET_LANES(from_bfloat16(p[i])); }
+    static F load_float16(const std::uint16_t* p) { POCKET_LANES(from_float16(p[i])); }
     static void store_bfloat16(std::uint16_t* p, F x) {
-        for (int i = 0; i < 16; ++i) p[i] = float_to_bfloat16(x.v[i]);
+        for (int i = 0; i < 16; ++i) p[i] = to_bfloat16(x.v[i]);
     }
     static void store_float16(std::uint16_t* p, F x) {
-        for (int i = 0; i < 16; ++i) p[i] = float_to_float16(x.v[i]);
+        for (int i = 0; i < 16; ++i) p[i] = to_float16(x.v[i]);
     }
-    static F round_to_bfloat16(F x) { POCKET_LANES(bfloat16_to_float(float_to_bfloat16(x.v[i]))); }
-    static F load_float8(const std::uint8_t* p) { POCKET_LANES(float16_to_float(static_cast<std::uint16_t>((p[i] & 0x80u) << 8 | (p[i] & 0x7fu) << 7))); }
+    static F round_to_bfloat16(F x) { POCKET_LANES(from_bfloat16(to_bfloat16(x.v[i]))); }
+    static F load_float8(const std::uint8_t* p) { POCKET_LANES(from_float16(static_cast<std::uint16_t>((p[i] & 0x80u) << 8 | (p[i] & 0x7fu) << 7))); }
     static void load_pairs(const std::uint16_t* p, F& first, F& second) {
         for (int i = 0; i < 16; ++i) {
-            first.v[i] = bfloat16_to_float(p[2 * i]);
-            second.v[i] = bfloat16_to_float(p[2 * i + 1]);
+            first.v[i] = from_bfloat16(p[2 * i]);
+            second.v[i] = from_bfloat16(p[2 * i + 1]);
         }
     }
     static void prefetch(const void*) {}

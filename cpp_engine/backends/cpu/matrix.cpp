@@ -6,7 +6,7 @@
 #include <string>
 
 #include "backends/cpu/memory.h"
-#include "core/half.h"
+#include "core/number_formats.h"
 #include "pocket/error.h"
 
 namespace pocket {
@@ -38,9 +38,9 @@ T item(const std::byte* data, std::int64_t index) {  // tensors in a file need n
 float as_float(const HostTensor& tensor, std::int64_t index) {
     switch (tensor.dtype) {
         case DType::float32: return item<float>(tensor.data, index);
-        case DType::float16: return float16_to_float(item<std::uint16_t>(tensor.data, index));
-        case DType::bfloat16: return bfloat16_to_float(item<std::uint16_t>(tensor.data, index));
-        case DType::float8_e4m3: return float8_e4m3_to_float(item<std::uint8_t>(tensor.data, index));
+        case DType::float16: return from_float16(item<std::uint16_t>(tensor.data, index));
+        case DType::bfloat16: return from_bfloat16(item<std::uint16_t>(tensor.data, index));
+        case DType::float8_e4m3: return from_float8_e4m3(item<std::uint8_t>(tensor.data, index));
         case DType::int32: break;
     }
     return 0;
@@ -68,7 +68,7 @@ void check_part(const MatrixPart& part, std::int64_t columns) {
         const float value = as_float(weight, row * columns + column);
         const std::string place = " at [" + std::to_string(row) + ", " + std::to_string(column) + "]";
         if (!std::isfinite(value)) refuse(weight, "has a value that is NaN or infinite" + place + "; the file is damaged");
-        if (dtype == DType::float16 && std::isinf(float16_to_float(float_to_float16(value)))) refuse(weight, "has " + std::to_string(value) + place + ", too large for float16; load it as bfloat16 or float32");
+        if (dtype == DType::float16 && std::isinf(from_float16(to_float16(value)))) refuse(weight, "has " + std::to_string(value) + place + ", too large for float16; load it as bfloat16 or float32");
     }
     refuse(weight, "has a value that is NaN or infinite; the file is damaged");
 }
@@ -82,13 +82,13 @@ bool convert(const HostTensor& weight, std::int64_t row, std::int64_t columns, D
         std::memcpy(out, from, static_cast<std::size_t>(columns) * size);
     } else if (dtype == DType::float32) {
         float* values = reinterpret_cast<float*>(out);
-        if (weight.dtype == DType::bfloat16) for (std::int64_t i = 0; i < columns; ++i) values[i] = bfloat16_to_float(item<std::uint16_t>(from, i));
-        else for (std::int64_t i = 0; i < columns; ++i) values[i] = float16_to_float(item<std::uint16_t>(from, i));
+        if (weight.dtype == DType::bfloat16) for (std::int64_t i = 0; i < columns; ++i) values[i] = from_bfloat16(item<std::uint16_t>(from, i));
+        else for (std::int64_t i = 0; i < columns; ++i) values[i] = from_float16(item<std::uint16_t>(from, i));
     } else {
         std::uint16_t* values = reinterpret_cast<std::uint16_t*>(out);
         for (std::int64_t i = 0; i < columns; ++i) {
-            const float value = weight.dtype == DType::float32 ? item<float>(from, i) : weight.dtype == DType::bfloat16 ? bfloat16_to_float(item<std::uint16_t>(from, i)) : float16_to_float(item<std::uint16_t>(from, i));
-            values[i] = dtype == DType::bfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
+            const float value = weight.dtype == DType::float32 ? item<float>(from, i) : weight.dtype == DType::bfloat16 ? from_bfloat16(item<std::uint16_t>(from, i)) : from_float16(item<std::uint16_t>(from, i));
+            values[i] = dtype == DType::bfloat16 ? to_bfloat16(value) : to_float16(value);
         }
     }
     if (dtype == DType::float32) {
@@ -187,11 +187,11 @@ void CpuMatrix::read_row(std::int64_t row, float* out) const {
         const std::int64_t at = place(segment->dtype, lane, column);
         switch (segment->dtype) {
             case DType::float32: out[column] = item<float>(panel, at); break;
-            case DType::float16: out[column] = float16_to_float(item<std::uint16_t>(panel, at)); break;
-            case DType::bfloat16: out[column] = bfloat16_to_float(item<std::uint16_t>(panel, at)); break;
+            case DType::float16: out[column] = from_float16(item<std::uint16_t>(panel, at)); break;
+            case DType::bfloat16: out[column] = from_bfloat16(item<std::uint16_t>(panel, at)); break;
             default: {
                 const std::byte* scale = panel + column / kScaleBlock * (kScaleBlock + 4) * kPanelRows + lane * 4;
-                out[column] = float8_e4m3_to_float(item<std::uint8_t>(panel, at)) * item<float>(scale, 0);
+                out[column] = from_float8_e4m3(item<std::uint8_t>(panel, at)) * item<float>(scale, 0);
             }
         }
     }
