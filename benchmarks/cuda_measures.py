@@ -19,7 +19,8 @@ from pocketllm.outputs import GenerationOutput
 from pocketllm.token_stream import TokenStream
 
 _SETTLING = 4  # rounds left out once all rows decode: what had queued up meanwhile is read in them
-_CHUNK_POLL = 0.01  # seconds between looks at the memory
+_MEMORY_POLL = 0.01  # seconds
+_MEMORY_SLICE = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ class OursOnCuda:
         assert output.logprobs is not None
         return [(entry.token_id, entry.logprob) for entry in output.logprobs[0].top]
 
-    def long_prompt(self, tokens: int, appended: int) -> dict[str, Any]:
-        """A prompt of `tokens` ids in chunks, with memory by chunk, then the same with `appended` ids more, and what of it was computed."""
+    def long_prompt(self, tokens: int, appended: int, chunk: int) -> dict[str, Any]:
+        """A prompt of one chunk and one of `tokens` ids, with the memory that each takes, then that with `appended` ids more, and what of it was computed."""
+        _, of_chunk, _ = self._watched(self.fresh(chunk))
         prompt = self.fresh(tokens)
         first, watch, seconds = self._watched(prompt)
         second, _, again = self._watched([*prompt, *first.token_ids, *self.fresh(appended - len(first.token_ids))])
@@ -131,7 +133,9 @@ class OursOnCuda:
             "prompt_tokens": tokens,
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "chunks": watch,
+            "chunk_tokens": chunk,
+            "memory_of_chunk": of_chunk,
+            "memory": watch,
             "appended_tokens": appended,
             "append_seconds": again,
             "append_cached_tokens": second.usage.cached_tokens,
@@ -175,22 +179,20 @@ class OursOnCuda:
         return DecodeSample((after - before) / (ended - began), round((after - before) / rows))
 
     def _watched(self, prompt: Sequence[int]) -> tuple[GenerationOutput, list[dict[str, float]], float]:
-        """One answer of a few tokens, and allocated memory while it was computed: one entry a number of used KV blocks, so about one a chunk."""
+        """One answer of a few tokens, and allocated memory while it was computed, by slices of time."""
         ended = threading.Event()
         entries: list[dict[str, float]] = []
 
         def watch() -> None:
             start = time.perf_counter()
-            while not ended.wait(_CHUNK_POLL):
-                used = self._llm._service.stats().kv_blocks_used
-                now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            while not ended.wait(_MEMORY_POLL):
+                now, peak, seconds = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), time.perf_counter() - start
                 torch.cuda.reset_peak_memory_stats()
-                if entries and entries[-1]["kv_blocks"] == used:
+                if entries and seconds < entries[-1]["at_s"] + _MEMORY_SLICE:
                     entries[-1]["peak_bytes"] = max(entries[-1]["peak_bytes"], peak)
                     entries[-1]["after_bytes"] = now
                 else:
-                    seconds = time.perf_counter() - start
-                    entries.append({"kv_blocks": used, "at_s": round(seconds, 3), "before_bytes": now, "after_bytes": now, "peak_bytes": peak})
+                    entries.append({"at_s": round(seconds, 3), "before_bytes": now, "after_bytes": now, "peak_bytes": peak})
 
         watcher = threading.Thread(target=watch)
         if torch.cuda.is_available():

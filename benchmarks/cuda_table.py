@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 
@@ -64,7 +65,7 @@ def _fact(row: dict[str, Any]) -> str | None:
         )
     if measure == "memory" and row.get("peak_allocated_bytes"):
         return f"peak {row['peak_allocated_bytes'] / 2**30:.1f} GiB allocated, {row['device_used_bytes'] / 2**30:.1f} GiB of the device in use"
-    if section == "long" and "chunks" in row:
+    if section == "long" and "memory" in row:
         return _long(row)
     if section.startswith("profile") and "kernels_ms" in row:
         steps = max(row["steps"], 1.0)
@@ -82,13 +83,14 @@ def _long(row: dict[str, Any]) -> str:
         f"{row['prompt_tokens']:,} tokens in {row['seconds']:.2f} s ({row['tokens_per_s']:,.0f} tokens/s); {row['appended_tokens']} more computed "
         f"{row['append_computed_tokens']:,} tokens in {row['append_seconds']:.3f} s, with a snapshot every {row['snapshot_interval']}"
     )
-    chunks = row["chunks"]
-    if len(chunks) > 3:
-        first, last = chunks[1], chunks[-2]  # the ones at the ends are parts
-        over = [(chunk["peak_bytes"] - chunk["before_bytes"]) / 2**20 for chunk in chunks]
+    slices = row["memory"]
+    if slices:
+        least = min(one["before_bytes"] for one in slices)
+        peaks = [(one["peak_bytes"] - least) / 2**20 for one in slices]
+        of_chunk = max((one["peak_bytes"] - least) / 2**20 for one in row["memory_of_chunk"])
         text += (
-            f"; {len(chunks)} chunks, allocated {first['before_bytes'] / 2**30:.2f} GiB before the second and {last['after_bytes'] / 2**30:.2f} "
-            f"after the last but one, their peaks {over[1]:.0f} and {over[-2]:.0f} MiB above, the largest {max(over):.0f}"
+            f"; memory beside weights and caches at its peak: {of_chunk:.0f} MiB for a prompt of {row['chunk_tokens']:,} tokens, "
+            f"{peaks[0]:.0f}, {statistics.median(peaks):.0f} and {peaks[-1]:.0f} MiB in the first, the median and the last half second of this one"
         )
     return text
 

@@ -159,7 +159,7 @@ def _long(options: argparse.Namespace, rows: Rows) -> None:
     args = {"max_batch_size": 2, "max_model_len": context, "prefill_chunk_tokens": workload.chunk, "enable_prefix_caching": True, **options.engine_args}
     ours = OursOnCuda(_directory(options, "bf16"), options.device, args, options.seed)
     rows.add("long", "load", seconds=ours.load_seconds, capabilities=_plain(ours.capabilities), **_memory())
-    found = ours.long_prompt(workload.long, workload.appended)
+    found = ours.long_prompt(workload.long, workload.appended, workload.chunk)
     rows.add("long", f"{workload.long} tokens", **found)
     rows.add("long", "memory", **_memory())
     ours.close()

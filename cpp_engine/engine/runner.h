@@ -38,10 +38,10 @@ struct Draw {
 struct CacheShape {
     int block_size = 16;                                    // tokens
     int num_blocks = 0;
-    int num_row_slots = 0;                                  // most running rows
-    int num_snapshot_slots = 0;                             // states kept beside those of the rows
-    int snapshot_interval = 0;                              // tokens between snapshots of a long prompt, a multiple of block_size
-    int max_model_len = 0;
+    int num_row_slots = 0;                                  // most running rows; theirs are the slots [0, num_row_slots)
+    int num_snapshot_slots = 0;                             // states kept beside those of the rows, in the slots after theirs
+    int snapshot_interval = 0;                              // tokens between snapshots of a long prompt, a multiple of block_size; 0: no layer has a state
+    int max_model_len = 0;                                  // most tokens of prompt and answer together; 0 is as many as the blocks hold
 };
 
 // One model with its cache. One thread calls it, the engine's.
@@ -51,7 +51,8 @@ public:
     virtual int vocab_size() const noexcept = 0;
     virtual const CacheShape& cache() const noexcept = 0;
 
-    // Carry out `copies` in order, then compute the step. One Draw for each row that samples, in the order of `rows`.
+    // Carry out `copies` in order, then compute the step, of at least one row. One Draw for each row that samples, in the order of `rows`. A row whose first
+    // token this is starts from an empty state, whatever its slot holds. No row is told to a runner when it ends: its blocks and slot go to others.
     // What it throws ends every row, and the engine is dead.
     virtual std::vector<Draw> run(std::span<const RunRow> rows, std::span<const StateCopy> copies) = 0;
 

@@ -3,12 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 
 #include "pocket/device.h"
 
 namespace pocket {
+
+// How far loading has come: `fraction` in [0, 1] and a line for people. What it throws ends the load.
+using LoadProgress = std::function<void(double fraction, const std::string& message)>;
 
 // Where a step's cache lies: for each attention layer its keys and values, for each DeltaNet layer its states, in the order of the layers.
 struct ModelCaches {

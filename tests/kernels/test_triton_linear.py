@@ -14,13 +14,23 @@ from pocketllm.torch_engine.kernels import linear as kernels
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight, dequantize_fp8, dequantize_fp8_reference
 from pocketllm.torch_engine.kernels.launch import DeviceLimits
 from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_gated_linear, norm_linear
-from pocketllm.torch_engine.kernels.linear_config import MAX_ROWS, MAX_SPLIT_BLOCKS, Config, MatrixConfig, VectorConfig, candidates, choose_config
+from pocketllm.torch_engine.kernels.linear_config import (
+    MAX_ROWS,
+    MAX_SPLIT_BLOCKS,
+    Config,
+    MatrixConfig,
+    StreamConfig,
+    VectorConfig,
+    candidates,
+    choose_config,
+)
 
 # of the largest result; sums are float32, so what is left is the rounding of operands and results to the dtype
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 FORMATS = [torch.float32, torch.float16, torch.bfloat16, "fp8"]
 VECTOR, MATRIX = VectorConfig(4, 64, 1), MatrixConfig(16, 32, 1, 2)
 SPLIT = MatrixConfig(16, 32, 1, 2, split=3)
+STREAM = StreamConfig(4, 64, 1, per_multiprocessor=3, ahead=2)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +62,7 @@ def check(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "config"),
-    [(1, VECTOR), (1, None), (1, MATRIX), (3, MATRIX), (3, SPLIT), (17, None), (64, MATRIX), (65, None)],
+    [(1, VECTOR), (1, STREAM), (1, None), (1, MATRIX), (3, MATRIX), (3, SPLIT), (17, None), (64, MATRIX), (65, None)],
     ids=lambda value: "chosen" if value is None else str(value),
 )
 def test_linear(kind: torch.dtype | str, rows: int, config: Config | None, triton_device: str) -> None:
@@ -67,7 +77,7 @@ def test_linear(kind: torch.dtype | str, rows: int, config: Config | None, trito
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, SPLIT), (5, SPLIT), (33, MATRIX), (70, None)], ids=str)
+@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, STREAM), (1, SPLIT), (5, SPLIT), (33, MATRIX), (70, None)], ids=str)
 def test_add_linear(kind: torch.dtype | str, rows: int, config: Config | None, triton_device: str) -> None:
     weight, dtype = build(kind, 50, 144, triton_device), compute_dtype(kind)
     x, bias, hidden = (torch.randn(*shape, device=triton_device) for shape in ((rows, 144), (50,), (rows, 50)))
@@ -79,7 +89,7 @@ def test_add_linear(kind: torch.dtype | str, rows: int, config: Config | None, t
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, None), (1, MATRIX), (4, SPLIT), (66, None)], ids=str)
+@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, STREAM), (1, None), (1, MATRIX), (4, SPLIT), (66, None)], ids=str)
 def test_norm_linear(kind: torch.dtype | str, rows: int, config: Config | None, triton_device: str) -> None:
     weight, dtype = build(kind, 50, 144, triton_device), compute_dtype(kind)
     hidden, norm_weight = 3 * torch.randn(rows, 144, device=triton_device), torch.rand(144, device=triton_device) + 0.5
@@ -93,7 +103,7 @@ def test_norm_linear(kind: torch.dtype | str, rows: int, config: Config | None, 
     [*(("silu", kind) for kind in FORMATS), *(("gelu_tanh", kind) for kind in (FORMATS if torch.cuda.is_available() else FORMATS[:1]))],
     ids=str,
 )
-@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, SPLIT), (4, MATRIX), (9, SPLIT), (66, None)], ids=str)
+@pytest.mark.parametrize(("rows", "config"), [(1, VECTOR), (1, STREAM), (1, SPLIT), (4, MATRIX), (9, SPLIT), (66, None)], ids=str)
 def test_norm_gated_linear(kind: torch.dtype | str, rows: int, config: Config | None, activation: str, triton_device: str) -> None:
     weight, dtype = build(kind, 2 * 36, 144, triton_device), compute_dtype(kind)
     hidden, norm_weight = torch.randn(rows, 144, device=triton_device), torch.rand(144, device=triton_device)
@@ -128,13 +138,14 @@ def test_rows_that_are_no_multiple_of_16_bytes(columns: int, triton_device: str)
     check(norm_linear(x, ones, 1e-6, weight), kernels.norm_linear_reference(x, ones, 1e-6, weight), torch.float16)
 
 
-@pytest.mark.parametrize("words", [2, 4])
-def test_one_row_of_fp8_in_several_tiles(words: int, triton_device: str) -> None:
+@pytest.mark.parametrize(
+    "config", [VectorConfig(8, 128, 1, words=2), VectorConfig(8, 128, 1), StreamConfig(4, 128, 1, words=2), StreamConfig(2, 256, 1, 3, ahead=1)], ids=str
+)
+def test_one_row_of_fp8_in_several_tiles(config: Config, triton_device: str) -> None:
     """Tiles that fill the columns and tiles that do not, rows that fill the last program's and rows that do not."""
     for rows, columns in ((16, 512), (10, 272), (16, 144)):
         weight, x = build("fp8", rows, columns, triton_device), torch.randn(1, columns, device=triton_device)
         ones = torch.rand(columns, device=triton_device) + 0.5
-        config = VectorConfig(8, 128, 1, words=words)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             found = linear(x.to(dtype), weight, out_dtype=torch.float32, config=config)
             check(found, kernels.linear_reference(x.to(dtype), weight, out_dtype=torch.float32), torch.float32)

@@ -27,7 +27,7 @@ def halves(words):
 
 
 @triton.jit
-def _unpack(words, MODE: tl.constexpr):
+def unpack_e4m3(words, MODE: tl.constexpr):
     """The four E4M3 values of each word as four float32 tensors of its shape; divided by 256 in mode DECODE_BITS (see fp8.decode_e4m3)."""
     if MODE == 2:
         first, second, third, fourth = tl.inline_asm_elementwise(
@@ -44,13 +44,13 @@ def _unpack(words, MODE: tl.constexpr):
 
 
 @triton.jit
-def _after_inputs(pointer):
+def after_inputs(pointer):
     """`pointer` as an address that is known only once the kernel's inputs are there, so that no load from it in assembly moves ahead of the wait."""
     return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
-def _load_fours(base, fours, K: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def load_fours(base, fours, K: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Values 4 * fours .. 4 * fours + 3 of a row of K values, zeros past its end, as four float32 tensors of the shape of `fours`."""
     inside = fours < K // 4
     places = fours if EVEN else tl.minimum(fours, K // 4 - 1)
@@ -104,7 +104,7 @@ def _load_tile(pointers, places, start, K: tl.constexpr, EVEN: tl.constexpr, WOR
 @triton.jit
 def _add_products(sums, words, first, second, third, fourth, scale, MODE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
     """sums [BLOCK_N, CHUNKS] + scale [CHUNKS] * the products of WORDS words, each four weights, with the x values of their places."""
-    a, b, c, d = _unpack(words, MODE)
+    a, b, c, d = unpack_e4m3(words, MODE)
     products = a * first[None, :] + b * second[None, :] + c * third[None, :] + d * fourth[None, :]
     return sums + tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, WORDS]), axis=2) * scale[None, :]
 
@@ -120,9 +120,9 @@ def _add_tile(
     CHUNKS: tl.constexpr = BLOCK_K // (4 * WORDS)
     fours = tl.arange(0, BLOCK_K // 4) + start // 4
     blocks = tl.minimum(tl.arange(0, CHUNKS) * (4 * WORDS) + start, K - 1) // BLOCK_COLUMNS
-    first, second, third, fourth = _load_fours(x_base, fours, K, EVEN, X_DTYPE, ASSEMBLY)
+    first, second, third, fourth = load_fours(x_base, fours, K, EVEN, X_DTYPE, ASSEMBLY)
     if NORM:
-        a, b, c, d = _load_fours(norm_base, fours, K, EVEN, tl.float32, ASSEMBLY)
+        a, b, c, d = load_fours(norm_base, fours, K, EVEN, tl.float32, ASSEMBLY)
         first, second, third, fourth = first * a, second * b, third * c, fourth * d
     sums = _add_products(sums, tile, first, second, third, fourth, _load_scales(row_scales + blocks, ASSEMBLY), MODE, BLOCK_N, CHUNKS, WORDS)
     if ACTIVATION:
@@ -190,7 +190,7 @@ def fp8_row_kernel(
             values = tl.load(x + columns) if EVEN else tl.load(x + columns, mask=columns < K, other=0.0)
             squares += values.to(tl.float32) * values.to(tl.float32)
         scale *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    x_base = _after_inputs(x) if ASSEMBLY else x
+    x_base = after_inputs(x) if ASSEMBLY else x
     norm_base = norm_weight.to(tl.int64) if ASSEMBLY else norm_weight
 
     sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)

@@ -22,8 +22,9 @@ from pocketllm.torch_engine.kernels.activation import ACTIVATIONS, activate, gat
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight, decode_e4m3, decode_mode, dequantize_fp8, dequantize_fp8_reference
 from pocketllm.torch_engine.kernels.fp8_row import fp8_row_kernel, halves
 from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, least_columns, prefetch_lines, wait_for_inputs
-from pocketllm.torch_engine.kernels.linear_config import MAX_ROWS, MAX_SPLIT_BLOCKS, Config, MatrixConfig, VectorConfig, choose_config
+from pocketllm.torch_engine.kernels.linear_config import MAX_ROWS, MAX_SPLIT_BLOCKS, Config, MatrixConfig, StreamConfig, VectorConfig, choose_config
 from pocketllm.torch_engine.kernels.norm import rms_norm, rms_norm_reference
+from pocketllm.torch_engine.kernels.row_stream import STORED_BFLOAT16, STORED_E4M3, STORED_FLOAT16, STORED_FLOAT32, row_stream_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,33 @@ def _one_row(
     )  # fmt: skip
 
 
+def _one_row_streamed(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor, config: StreamConfig, add: bool,
+    norm: tuple[torch.Tensor, float] | None, activation: int,
+) -> None:  # fmt: skip
+    """`_one_row` by programs that stay."""
+    values, block_n = weight.values, config.block_n
+    K, N = x.shape[1], values.shape[0] // (2 if activation else 1)
+    words = values.view(torch.int32)
+    norm_weight, eps = norm or (x, 0.0)
+    stored, scales, block = STORED_E4M3, values, (1, 16)
+    if isinstance(weight, Fp8Weight):
+        scales, block = weight.scales, weight.block
+        block_n = min(block_n, _largest_power_of_two(block[0]), _largest_power_of_two(N) if activation else block_n)
+    else:
+        stored = {torch.float32: STORED_FLOAT32, torch.float16: STORED_FLOAT16, torch.bfloat16: STORED_BFLOAT16}[values.dtype]
+    blocks = triton.cdiv(N, block_n)
+    programs = min(blocks, device_limits(x.device).num_multiprocessors * config.per_multiprocessor)
+    options = {"maxnreg": config.max_registers} if config.max_registers and x.is_cuda else {}
+    row_stream_kernel[(programs,)](
+        x, norm_weight, words, scales, values if bias is None else bias, out, N, blocks, programs, scales.stride(0), eps,
+        K=K, STRIDE=words.stride(0), FULL=N % block_n == 0, NORM=norm is not None, BIAS=bias is not None, ADD=add, ACTIVATION=activation,
+        STORED=stored, MODE=decode_mode(x.device), ASSEMBLY=x.is_cuda and x.data_ptr() % 16 == 0 and norm_weight.data_ptr() % 16 == 0,
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], BLOCK_N=block_n, BLOCK_K=config.block_k, WORDS=config.words, AHEAD=config.ahead,
+        num_warps=config.num_warps, **options, **launch_options(x.device),
+    )  # fmt: skip
+
+
 def _some_rows(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor, config: MatrixConfig, add: bool, activation: int
 ) -> None:  # fmt: skip
@@ -362,6 +390,11 @@ def _few_rows(
         if T != 1:
             raise ValueError(f"A VectorConfig multiplies one row, not {T}.")
         _one_row(x, weight, bias, out, config, add, norm, activation)
+        return
+    if isinstance(config, StreamConfig):
+        if T != 1:
+            raise ValueError(f"A StreamConfig multiplies one row, not {T}.")
+        _one_row_streamed(x, weight, bias, out, config, add, norm, activation)
         return
     if norm is not None:
         x = rms_norm(x, *norm, _compute_dtype(weight, out.dtype))

@@ -51,7 +51,30 @@ class MatrixConfig:
     prefetch: bool = False
 
 
-Config = VectorConfig | MatrixConfig
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """How one row is multiplied by programs that stay for many blocks of weight rows.
+
+    Args:
+        block_n: rows of a block, of gate and up each in a gated product.
+        block_k: columns of it that are read at a time.
+        num_warps: of a program.
+        per_multiprocessor: programs of a multiprocessor.
+        ahead: blocks, beside two in registers, that a program asks for before it waits for its input (with PDL alone).
+        words: 32-bit words of weights a thread loads at once, 2 or 4.
+        max_registers: of a thread; 0 lets the compiler choose.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int = 8
+    per_multiprocessor: int = 2
+    ahead: int = 0
+    words: int = 4
+    max_registers: int = 0
+
+
+Config = VectorConfig | MatrixConfig | StreamConfig
 
 
 def vector_config(rows: int, columns: int, itemsize: int, gated: bool, device: DeviceLimits) -> VectorConfig:

@@ -1,0 +1,188 @@
+// Draws, with the noise and the order of the torch plane's sampler: a seed gives the same answer on both.
+//
+// A draw is the id with the largest sum of its log probability and of Gumbel noise (Gumbel, 1954; Maddison, Tarlow and Minka, 2014). The noise hangs on the row's
+// seed, on the number of the draw and on the id alone.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "backends/cpu/cpu_device.h"
+#include "core/splitmix.h"
+
+namespace pocket {
+namespace {
+
+constexpr int kCandidates = 256;             // ids with noise of their own; beside them the others are rarely drawn
+constexpr int kStretch = 64 * kLogitBlock;   // logits of one task of the scan
+constexpr double kLowestLogprob = -9999.0;   // finite, since JSON has no infinity
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Noise of id `index - 1`, and for index 0 that of all ids without their own.
+class Gumbel {
+public:
+    Gumbel(std::uint64_t seed, std::int32_t draw) : start_(splitmix64(splitmix64(seed, 0), static_cast<std::uint64_t>(draw))) {}
+    double operator()(std::uint64_t index) const { return -std::log(-std::log((static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53)); }  // of a number in (0, 1)
+
+private:
+    std::uint64_t start_;
+};
+
+bool allows(const std::uint32_t* mask, int id) { return !mask || (mask[id / 32] >> (id % 32) & 1u) != 0; }
+
+struct Candidate {
+    float logit;
+    std::int32_t id;
+    bool operator<(const Candidate& other) const { return logit != other.logit ? logit > other.logit : id < other.id; }  // most likely first
+};
+
+// One row's logits with what the scan found.
+struct Row {
+    const float* logits = nullptr;
+    const std::uint32_t* mask = nullptr;
+    int vocab_size = 0;
+    float largest = 0, largest_allowed = 0;
+    double log_sum = 0, log_sum_scaled = 0;     // logarithm of the sum of exp(logit - largest), of exp((logit - largest_allowed) / temperature) over allowed ids
+    bool has_nan = false;
+    const float* block_largest = nullptr;       // largest logit of each kLogitBlock
+    bool blocks_are_masked = false;             // of the allowed ones
+
+    // The `count` largest (fewer where there are no more), most likely first. Of allowed ids, where `masked`.
+    std::vector<Candidate> top(int count, bool masked) const;
+};
+
+std::vector<Candidate> Row::top(int count, bool masked) const {
+    const int num_blocks = (vocab_size + kLogitBlock - 1) / kLogitBlock;
+    const std::uint32_t* allowed = masked ? mask : nullptr;
+    float threshold = -std::numeric_limits<float>::infinity();  // at least `count` logits are not below it
+    if (count < num_blocks && (masked || !blocks_are_masked)) {
+        std::vector<float> largest_of(block_largest, block_largest + num_blocks);
+        std::nth_element(largest_of.begin(), largest_of.begin() + count - 1, largest_of.end(), std::greater<>());
+        threshold = largest_of[static_cast<std::size_t>(count - 1)];
+    }
+    std::vector<Candidate> found;
+    for (int block = 0; block < num_blocks; ++block) {
+        if ((masked || !blocks_are_masked) && block_largest[block] < threshold) continue;
+        const int end = std::min(vocab_size, (block + 1) * kLogitBlock);
+        for (int id = block * kLogitBlock; id < end; ++id)
+            if (logits[id] >= threshold && allows(allowed, id)) found.push_back({logits[id], id});
+    }
+    const std::size_t size = std::min(found.size(), static_cast<std::size_t>(count));
+    std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(size), found.end());
+    found.resize(size);
+    return found;
+}
+
+// The row's allowed ids: temperature, then top_k, then top_p over what top_k left.
+std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, const Gumbel& noise) {
+    const bool is_cut = top_k > 0 && top_k < row.vocab_size;
+    std::vector<Candidate> found = row.top(is_cut ? top_k : std::min(kCandidates, row.vocab_size), true);
+    const auto scaled = [&](float logit) { return (static_cast<double>(logit) - row.largest_allowed) / temperature; };
+    double total = row.log_sum_scaled;
+    if (is_cut) {
+        double sum = 0;
+        for (const Candidate& one : found) sum += std::exp(scaled(one.logit));
+        total = std::log(sum);
+    }
+    const auto mass_of = [&] {
+        double mass = 0;
+        for (const Candidate& one : found) mass += std::exp(scaled(one.logit) - total);
+        return mass;
+    };
+    double rest = is_cut || top_p < 1 ? 0.0 : std::max(0.0, 1.0 - mass_of());
+    if (top_p < 1) {
+        for (int count = kCandidates * 16; !is_cut && mass_of() < top_p && static_cast<int>(found.size()) < row.vocab_size; count *= 16) {
+            const std::size_t before = found.size();
+            found = row.top(std::min(count, row.vocab_size), true);
+            if (found.size() == before) break;  // a mask allows no more
+        }
+        double mass = 0;
+        std::size_t size = 0;
+        while (size < found.size() && mass < top_p) mass += std::exp(scaled(found[size++].logit) - total);  // the id that crosses top_p is kept
+        found.resize(std::max<std::size_t>(size, 1));
+    }
+    double best = -kInfinity;
+    std::int32_t best_id = found[0].id;
+    for (const Candidate& one : found) {
+        const double sum = scaled(one.logit) - total + noise(static_cast<std::uint64_t>(one.id) + 1);
+        if (sum > best) best = sum, best_id = one.id;
+    }
+    if (rest == 0 || best >= std::log(rest) + noise(0)) return best_id;
+    // One of the others: each with its own noise.
+    std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    std::size_t next = 0;
+    best = -kInfinity;
+    for (int id = 0; id < row.vocab_size; ++id) {
+        if (next < found.size() && found[next].id == id) {
+            ++next;
+            continue;
+        }
+        if (!allows(row.mask, id) || row.logits[id] == -std::numeric_limits<float>::infinity()) continue;
+        const double sum = scaled(row.logits[id]) + noise(static_cast<std::uint64_t>(id) + 1);
+        if (sum > best) best = sum, best_id = id;
+    }
+    return best_id;
+}
+
+SampleOutput answer(const Row& row, const SampleInputs& inputs, std::size_t index) {
+    SampleOutput output;
+    output.is_finite = !row.has_nan && std::isfinite(row.largest) && std::isfinite(row.largest_allowed);
+    if (!output.is_finite) return output;
+    const float temperature = inputs.temperatures[index];
+    if (temperature == 0 || inputs.top_ks[index] == 1) output.token_id = row.top(1, true)[0].id;
+    else output.token_id = draw(row, temperature, inputs.top_ps[index], inputs.top_ks[index], Gumbel(inputs.seeds[index], inputs.draws[index]));
+    const double total = row.largest + row.log_sum;
+    const auto logprob = [&](float logit) { return static_cast<float>(std::max(static_cast<double>(logit) - total, kLowestLogprob)); };
+    output.logprob = logprob(row.logits[output.token_id]);
+    const int wanted = std::min<int>(inputs.num_logprobs[index], static_cast<int>(std::size(output.top_ids)));
+    if (wanted <= 0) return output;
+    for (const Candidate& one : row.top(std::min(wanted, row.vocab_size), false)) {
+        output.top_ids[output.num_top] = one.id;
+        output.top_logprobs[output.num_top++] = logprob(one.logit);
+    }
+    return output;
+}
+
+}  // namespace
+
+void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
+    const int num_samples = static_cast<int>(outputs.size()), vocab_size = static_cast<int>(logits.columns);
+    const int stretches = (vocab_size + kStretch - 1) / kStretch, num_blocks = stretches * (kStretch / kLogitBlock);
+    shared_.reserve<float>(num_samples, static_cast<std::size_t>(num_blocks));
+    wide_.reserve<LogitScan>(num_samples, static_cast<std::size_t>(stretches));
+    const auto row_of = [&](std::int64_t sample) { return static_cast<const float*>(logits.data) + sample * logits.stride; };
+    const auto temperature_of = [&](std::int64_t sample) { return inputs.temperatures[static_cast<std::size_t>(sample)]; };
+    pool_.parallel_for(static_cast<std::int64_t>(num_samples) * stretches, [&](std::int64_t begin, std::int64_t end, int) {
+        for (std::int64_t task = begin; task < end; ++task) {
+            const std::int64_t sample = task / stretches, stretch = task % stretches;
+            const int first = static_cast<int>(stretch) * kStretch;
+            const float temperature = temperature_of(sample);
+            kernels_.scan_logits(row_of(sample), inputs.masks[static_cast<std::size_t>(sample)], first, std::min(first + kStretch, vocab_size), temperature > 0 ? 1.0f / temperature : 1.0f,
+                                 wide_.of<LogitScan>(static_cast<int>(sample))[stretch], shared_.of<float>(static_cast<int>(sample)) + first / kLogitBlock);
+        }
+    });
+    pool_.parallel_for(num_samples, 1, [&](std::int64_t begin, std::int64_t end, int) {
+        for (std::int64_t sample = begin; sample < end; ++sample) {
+            const std::size_t index = static_cast<std::size_t>(sample);
+            const LogitScan* scans = wide_.of<LogitScan>(static_cast<int>(sample));
+            Row row{row_of(sample), inputs.masks[index], vocab_size, -std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), 0, 0, false,
+                    shared_.of<float>(static_cast<int>(sample)), inputs.masks[index] != nullptr};
+            for (int i = 0; i < stretches; ++i) {
+                row.largest = std::max(row.largest, scans[i].largest);
+                row.largest_allowed = std::max(row.largest_allowed, scans[i].largest_allowed);
+                row.has_nan |= scans[i].has_nan;
+            }
+            double sum = 0, sum_scaled = 0;
+            const double temperature = temperature_of(sample) > 0 ? temperature_of(sample) : 1.0;
+            for (int i = 0; i < stretches; ++i) {
+                if (scans[i].sum > 0) sum += scans[i].sum * std::exp(static_cast<double>(scans[i].largest) - row.largest);
+                if (scans[i].sum_scaled > 0) sum_scaled += scans[i].sum_scaled * std::exp((static_cast<double>(scans[i].largest_allowed) - row.largest_allowed) / temperature);
+            }
+            row.log_sum = std::log(sum);
+            row.log_sum_scaled = std::log(sum_scaled);
+            outputs[index] = answer(row, inputs, index);
+        }
+    });
+}
+
+}  // namespace pocket

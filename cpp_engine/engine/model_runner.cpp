@@ -1,0 +1,197 @@
+#include "engine/model_runner.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "engine/cache_plan.h"
+#include "pocket/error.h"
+
+namespace pocket {
+
+namespace {
+
+constexpr int token_granularity = 256;      // room for steps grows by this many tokens
+constexpr int logits_at_once = 64;          // tokens, which bounds the memory of logits()
+constexpr std::size_t alignment = 64;       // bytes, of each layer's cache and each array of a step
+
+std::size_t align(std::size_t num_bytes) { return (num_bytes + alignment - 1) / alignment * alignment; }
+
+}  // namespace
+
+ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens)
+    : device_(device), model_(model), shape_(shape), slot_bytes_(slot_bytes(model)) {
+    allocate_kv(kv_cache_dtype);
+    allocate_states();
+    reserve(max_step_tokens, shape.num_row_slots);
+}
+
+void ModelRunner::allocate_kv(DType dtype) {
+    const auto num_layers = static_cast<std::size_t>(model_.num_attention_layers());
+    const auto num_tokens = static_cast<std::size_t>(shape_.num_blocks) * static_cast<std::size_t>(shape_.block_size);
+    const std::size_t half_bytes = align(num_tokens * static_cast<std::size_t>(model_.kv_size()) * item_size(dtype));  // keys, or values, of a layer
+    kv_ = device_.allocate(2 * num_layers * half_bytes);
+    auto* place = static_cast<std::byte*>(kv_->data());
+    for (std::size_t layer = 0; layer < num_layers; ++layer, place += 2 * half_bytes) {
+        kv_layers_.push_back({place, place + half_bytes, dtype, shape_.num_blocks, shape_.block_size});
+    }
+}
+
+void ModelRunner::allocate_states() {
+    if (slot_bytes_ == 0) return;
+    const int num_layers = model_.num_delta_net_layers(), num_slots = shape_.num_row_slots + shape_.num_snapshot_slots;
+    states_ = device_.allocate(static_cast<std::size_t>(num_slots) * slot_bytes_);
+    auto* place = static_cast<std::byte*>(states_->data());
+    const auto stride = static_cast<std::int64_t>(slot_bytes_ / sizeof(float));
+    for (int layer = 0; layer < num_layers; ++layer, place += slot_bytes_ / static_cast<std::size_t>(num_layers)) {
+        state_layers_.push_back({reinterpret_cast<float*>(place), stride, num_slots});
+    }
+}
+
+void ModelRunner::copy_states(std::span<const StateCopy> copies) {
+    for (const StateCopy& copy : copies) {
+        auto* states = static_cast<std::byte*>(states_->data());
+        device_.copy(states + static_cast<std::size_t>(copy.to) * slot_bytes_, states + static_cast<std::size_t>(copy.from) * slot_bytes_, slot_bytes_);
+    }
+}
+
+void ModelRunner::reserve(int num_tokens, int num_samples) {
+    if (num_tokens <= max_tokens_ && num_samples <= max_samples_) return;
+    if (num_tokens > max_tokens_) max_tokens_ = (num_tokens + token_granularity - 1) / token_granularity * token_granularity;
+    max_samples_ = std::max(max_samples_, num_samples);
+    model_.reserve(max_tokens_, shape_.num_row_slots, max_samples_);
+}
+
+// Rows in `order`, those that compute one token first. `samples_all`: logits are wanted of every token, else of the last of each row that samples.
+Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all) {
+    Step step;
+    step.num_rows = static_cast<int>(order.size());
+    for (const std::size_t place : order) {
+        const RunRow& row = rows[place];
+        const int count = static_cast<int>(row.token_ids.size());
+        step.num_tokens += count;
+        step.num_decode += count == 1;
+        step.num_samples += samples_all ? count : row.samples;
+        step.max_query = std::max(step.max_query, count);
+        step.max_length = std::max(step.max_length, row.num_computed_tokens + count);
+        const int num_blocks = (row.num_computed_tokens + count + shape_.block_size - 1) / shape_.block_size;
+        step.max_blocks = std::max(step.max_blocks, num_blocks);
+    }
+    const auto tokens = static_cast<std::size_t>(step.num_tokens), num_rows = static_cast<std::size_t>(step.num_rows);
+    const auto width = static_cast<std::size_t>(step.max_blocks);
+    std::size_t total = 0;
+    const auto make_room = [&](std::size_t count) {  // place of an array of `count` in inputs_
+        const std::size_t start = total;
+        total += align(count * sizeof(std::int32_t)) / sizeof(std::int32_t);
+        return start;
+    };
+    const std::size_t token_ids = make_room(tokens), positions = make_room(tokens), slot_mapping = make_room(tokens), row_starts = make_room(num_rows + 1);
+    const std::size_t lengths = make_room(num_rows), block_tables = make_room(num_rows * width), state_slots = make_room(num_rows);
+    const std::size_t sample_tokens = make_room(static_cast<std::size_t>(step.num_samples));
+    inputs_.assign(total, 0);
+    std::size_t token = 0, sample = sample_tokens;
+    for (std::size_t index = 0; index < num_rows; ++index) {
+        const RunRow& row = rows[order[index]];
+        inputs_[row_starts + index] = static_cast<std::int32_t>(token);
+        for (std::size_t place = 0; place < row.token_ids.size(); ++place, ++token) {
+            const int position = row.num_computed_tokens + static_cast<int>(place);
+            const std::int32_t block = row.block_table[static_cast<std::size_t>(position / shape_.block_size)];
+            inputs_[token_ids + token] = row.token_ids[place];
+            inputs_[positions + token] = position;
+            inputs_[slot_mapping + token] = block * shape_.block_size + position % shape_.block_size;
+            const bool is_last = place + 1 == row.token_ids.size();
+            if (samples_all || (row.samples && is_last)) inputs_[sample++] = static_cast<std::int32_t>(token);
+        }
+        inputs_[lengths + index] = row.num_computed_tokens + static_cast<std::int32_t>(row.token_ids.size());
+        std::copy_n(row.block_table.begin(), std::min(width, row.block_table.size()), inputs_.data() + block_tables + index * width);
+        inputs_[state_slots + index] = row.slot;
+    }
+    inputs_[row_starts + num_rows] = step.num_tokens;
+
+    const std::size_t num_bytes = total * sizeof(std::int32_t);
+    if (!device_inputs_ || device_inputs_->num_bytes() < num_bytes) device_inputs_ = device_.allocate(num_bytes + num_bytes / 2);
+    device_.upload(device_inputs_->data(), inputs_.data(), num_bytes);
+    const auto* base = static_cast<const std::int32_t*>(device_inputs_->data());
+    step.token_ids = base + token_ids;
+    step.positions = base + positions;
+    step.slot_mapping = base + slot_mapping;
+    step.row_starts = base + row_starts;
+    step.lengths = base + lengths;
+    step.block_tables = base + block_tables;
+    step.state_slots = base + state_slots;
+    step.sample_tokens = base + sample_tokens;
+    return step;
+}
+
+std::vector<Draw> ModelRunner::run(std::span<const RunRow> rows, std::span<const StateCopy> copies) {
+    copy_states(copies);
+    std::vector<std::size_t> order(rows.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::stable_partition(order.begin(), order.end(), [&](std::size_t place) { return rows[place].token_ids.size() == 1; });
+    std::size_t num_tokens = 0;
+    for (const RunRow& row : rows) num_tokens += row.token_ids.size();
+    reserve(static_cast<int>(num_tokens), static_cast<int>(rows.size()));
+    const Step step = upload(rows, order, false);
+    const Tensor logits = model_.forward(step, {kv_layers_, state_layers_});
+    if (step.num_samples == 0) {
+        device_.synchronize();  // what went wrong is known now, not in a later step
+        return {};
+    }
+    return sample(logits, rows, order);
+}
+
+std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order) {
+    std::vector<std::size_t> sampling;  // places of the rows that sample, in the order of the logits
+    std::vector<float> temperatures, top_ps;
+    std::vector<std::int32_t> top_ks, draws, num_logprobs;
+    std::vector<std::uint64_t> seeds;
+    std::vector<const std::uint32_t*> masks;
+    for (const std::size_t place : order) {
+        const RunRow& row = rows[place];
+        if (!row.samples) continue;
+        const Request& request = *row.request;
+        sampling.push_back(place);
+        temperatures.push_back(request.temperature);
+        top_ps.push_back(request.top_p);
+        top_ks.push_back(request.top_k);
+        seeds.push_back(request.seed);
+        draws.push_back(row.draw);
+        num_logprobs.push_back(request.logprobs.value_or(-1));
+        masks.push_back(row.mask);
+    }
+    std::vector<SampleOutput> outputs(sampling.size());
+    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
+    std::iota(by_place.begin(), by_place.end(), std::size_t{0});
+    std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });
+    std::vector<Draw> results;
+    for (const std::size_t index : by_place) {
+        const SampleOutput& output = outputs[index];
+        Draw& draw = results.emplace_back();
+        draw.token_id = output.token_id;
+        draw.is_finite = output.is_finite;
+        if (!output.is_finite || num_logprobs[index] < 0) continue;
+        draw.logprobs.logprob = output.logprob;
+        for (int rank = 0; rank < output.num_top; ++rank) draw.logprobs.top.emplace_back(output.top_ids[rank], output.top_logprobs[rank]);
+    }
+    return results;
+}
+
+std::vector<float> ModelRunner::logits(const RunRow& row, std::span<const StateCopy> copies) {
+    copy_states(copies);
+    const auto vocab_size = static_cast<std::size_t>(model_.vocab_size());
+    std::vector<float> values(row.token_ids.size() * vocab_size);
+    constexpr std::size_t order[] = {0};
+    for (std::size_t start = 0; start < row.token_ids.size(); start += logits_at_once) {
+        RunRow part = row;
+        part.token_ids = row.token_ids.subspan(start, std::min<std::size_t>(logits_at_once, row.token_ids.size() - start));
+        part.num_computed_tokens = row.num_computed_tokens + static_cast<int>(start);
+        const int count = static_cast<int>(part.token_ids.size());
+        reserve(count, count);
+        const Tensor found = model_.forward(upload({&part, 1}, order, true), {kv_layers_, state_layers_});
+        device_.download(values.data() + start * vocab_size, found.data, part.token_ids.size() * vocab_size * sizeof(float));
+    }
+    return values;
+}
+
+}  // namespace pocket

@@ -1,0 +1,48 @@
+// Runs scheduled rows through a model: step inputs, forward, draws. Owns the KV cache and the recurrent states.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/runner.h"
+#include "models/model.h"
+#include "pocket/device.h"
+
+namespace pocket {
+
+// Device and model must outlive it.
+class ModelRunner final : public Runner {
+public:
+    // Allocates the caches, and room for steps of `max_step_tokens` tokens; longer ones make more room when they come. `kv_cache_dtype`: float32, float16 or
+    // bfloat16. Error(device) with the figures where the memory is too small.
+    ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens);
+
+    int vocab_size() const noexcept override { return model_.vocab_size(); }
+    const CacheShape& cache() const noexcept override { return shape_; }
+    std::vector<Draw> run(std::span<const RunRow> rows, std::span<const StateCopy> copies) override;
+    std::vector<float> logits(const RunRow& row, std::span<const StateCopy> copies) override;
+
+private:
+    void allocate_kv(DType dtype);
+    void allocate_states();
+    void copy_states(std::span<const StateCopy> copies);
+    void reserve(int num_tokens, int num_samples);
+    Step upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all);
+    std::vector<Draw> sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order);
+
+    Device& device_;
+    Model& model_;
+    CacheShape shape_;
+    std::unique_ptr<Buffer> kv_, states_;                   // of all layers
+    std::vector<KvCache> kv_layers_;
+    std::vector<StateCache> state_layers_;
+    std::size_t slot_bytes_ = 0;                            // from the state of a slot to that of the next
+    int max_tokens_ = 0, max_samples_ = 0;                  // that the model has room for
+    std::vector<std::int32_t> inputs_;                      // a step's arrays, one behind the other, as they are uploaded
+    std::unique_ptr<Buffer> device_inputs_;
+};
+
+}  // namespace pocket

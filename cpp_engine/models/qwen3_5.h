@@ -1,0 +1,84 @@
+// qwen3_5 and qwen3_5_text: a hybrid decoder, Gated DeltaNet in most layers and gated attention in every few; text only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/checkpoint.h"
+#include "models/model.h"
+#include "models/qwen3_5_config.h"
+#include "models/weights.h"
+#include "pocket/device.h"
+
+namespace pocket {
+
+// The weights are copied to the device: the checkpoint is not needed afterwards. The device must outlive the model.
+class Qwen3_5 final : public Model {
+public:
+    // `dtype`: of the stored values of matrices that are not FP8. `max_positions`: most tokens of a row, at most max_position_embeddings; 0 is that.
+    // A vision tower and a multi-token prediction head are skipped, which `progress` is told.
+    // Error naming the file and the tensor or the key: a tensor is missing, left over, has another shape or type, or holds a NaN or an infinity.
+    Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_positions = 0, const LoadProgress& progress = {});
+
+    std::string architecture() const override { return architecture_; }
+    int vocab_size() const noexcept override { return config_.vocab_size; }
+    int max_positions() const noexcept override { return max_positions_; }
+    int num_attention_layers() const noexcept override { return config_.num_attention_layers(); }
+    int num_delta_net_layers() const noexcept override { return config_.num_delta_net_layers(); }
+    std::int64_t kv_size() const noexcept override;
+    AttentionShape attention_shape() const noexcept override { return config_.attention; }
+    DeltaNetShape delta_net_shape() const noexcept override { return config_.delta_net; }
+    std::size_t weight_bytes() const noexcept override { return weight_bytes_; }
+    std::size_t bytes_per_token() const noexcept override { return bytes_per_token_; }
+
+    void reserve(int max_tokens, int max_rows, int max_samples) override;
+    Tensor forward(const Step& step, const ModelCaches& caches) override;
+
+    const Qwen3_5Config& config() const noexcept { return config_; }
+
+private:
+    // x += output(mixer(projection(norm(x)))), then x += down(swiglu(gate_up(norm(x)))).
+    struct Layer {
+        bool is_attention = false;
+        Norm mixer_norm, feed_forward_norm;
+        AttentionWeights attention;                         // of the one kind
+        DeltaNetWeights delta_net;                          // of the other
+        std::unique_ptr<Matrix> projection, output, gate_up, down;
+    };
+
+    Layer load_layer(Weights& weights, const std::string& prefix, bool is_attention);
+    void load_attention(Weights& weights, const std::string& prefix, Layer& layer);
+    void load_delta_net(Weights& weights, const std::string& prefix, Layer& layer);
+    void load_head(Weights& weights, const MatrixPart& table);
+    void load_rotations();
+    std::unique_ptr<Matrix> load(const std::vector<MatrixPart>& parts);
+    const float* keep(const std::vector<float>& values);
+    Norm load_norm(Weights& weights, const std::string& name, int size, float offset = 1);
+    Tensor view(const std::unique_ptr<Buffer>& buffer, DType dtype, std::int64_t rows, std::int64_t columns) const;
+
+    Device& device_;
+    std::string architecture_;
+    Qwen3_5Config config_;
+    DType dtype_, activation_dtype_;
+    int max_positions_ = 0;
+    std::size_t weight_bytes_ = 0, bytes_per_token_ = 0;
+
+    std::unique_ptr<Matrix> table_, own_head_;              // a tied head is the table
+    const Matrix* head_ = nullptr;
+    Norm final_norm_;
+    std::vector<Layer> layers_;
+    std::vector<std::unique_ptr<Buffer>> vectors_;          // what the pointers of norms and layers point into
+
+    // Of one step, as reserve() made them.
+    int max_tokens_ = 0, max_rows_ = 0, max_samples_ = 0;
+    std::unique_ptr<Buffer> hidden_;                        // [max_tokens, hidden_size] float32, the residual stream
+    std::unique_ptr<Buffer> projected_;                     // [max_tokens, the widest of the projections] and, when they are used, inner values
+    std::unique_ptr<Buffer> mixed_;                         // [max_tokens, the widest output of a mixer]
+    std::unique_ptr<Buffer> sampled_;                       // [max_samples, hidden_size] float32
+    std::unique_ptr<Buffer> logits_;                        // [max_samples, vocab_size] float32
+};
+
+}  // namespace pocket
