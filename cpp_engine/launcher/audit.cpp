@@ -7,7 +7,7 @@
 
 #include "arguments.h"
 #include "commands.h"
-#include "engine/cache_plan.h"
+#include "engine/qwen_engine.h"
 #include "io/checkpoint.h"
 #include "io/eos.h"
 #include "models/qwen3_5.h"

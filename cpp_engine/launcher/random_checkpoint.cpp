@@ -10,7 +10,7 @@
 #include <fstream>
 #include <utility>
 
-#include "core/half.h"
+#include "core/number_formats.h"
 #include "core/splitmix.h"
 #include "json_writer.h"
 #include "pocket/error.h"
@@ -104,7 +104,7 @@ std::vector<std::uint16_t> noise() {
     std::vector<std::uint16_t> values((1U << 20) + 7);
     for (std::size_t place = 0; place < values.size(); ++place) {
         const double first = static_cast<double>(splitmix64(place, 0) >> 11) * 0x1p-53, second = static_cast<double>(splitmix64(place, 1) >> 11) * 0x1p-53;
-        values[place] = float_to_bfloat16(static_cast<float>(0.02 * std::sqrt(-2 * std::log(1 - first)) * std::cos(6.283185307179586 * second)));
+        values[place] = to_bfloat16(static_cast<float>(0.02 * std::sqrt(-2 * std::log(1 - first)) * std::cos(6.283185307179586 * second)));
     }
     return values;
 }
@@ -130,7 +130,7 @@ void write_weights(const std::filesystem::path& path, const std::vector<Entry>& 
     for (const Entry& entry : entries) {
         std::int64_t left = entry.num_elements();
         if (entry.is_constant) {
-            const std::vector<std::uint16_t> values(static_cast<std::size_t>(left), float_to_bfloat16(entry.constant));
+            const std::vector<std::uint16_t> values(static_cast<std::size_t>(left), to_bfloat16(entry.constant));
             file.write(reinterpret_cast<const char*>(values.data()), 2 * left);
             continue;
         }
