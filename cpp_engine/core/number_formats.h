@@ -41,4 +41,15 @@ inline float from_float8_e4m3(std::uint8_t bits) noexcept {
     return from_float16(static_cast<std::uint16_t>((bits & 0x80u) << 8 | (bits & 0x7fu) << 7)) * 256.0f;  // the exponents' biases differ by 8
 }
 
+// To nearest, ties to even; what would round to more than 448 becomes NaN, and NaN stays NaN.
+inline std::uint8_t to_float8_e4m3(float value) noexcept {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value), magnitude = bits & 0x7fffffffu;
+    const std::uint32_t sign = bits >> 24 & 0x80u;
+    if (magnitude > 0x43e80000u) return static_cast<std::uint8_t>(sign | 0x7fu);  // 464 lies between 448 and what would be 480
+    if (magnitude < 0x3c800000u) {  // below 2^-6: adding 2^14 leaves the multiples of 2^-9 in the last bits
+        return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000u));
+    }
+    return static_cast<std::uint8_t>(sign | (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20);
+}
+
 }  // namespace pocket

@@ -30,13 +30,13 @@ bool are_equal(const HostTensor& a, const HostTensor& b) {
 
 }  // namespace
 
-Qwen3_5::Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_positions, const LoadProgress& progress)
+Qwen3_5::Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_model_len, const LoadProgress& progress)
     : device_(device),
       architecture_(checkpoint.architecture()),
       config_(read_qwen3_5_config(checkpoint)),
       dtype_(dtype),
       activation_dtype_(device.info().activation_dtype),
-      max_positions_(max_positions ? std::min(max_positions, config_.max_position_embeddings) : config_.max_position_embeddings) {
+      num_rotations_(max_model_len > 0 ? std::min(max_model_len, config_.max_position_embeddings) : config_.max_position_embeddings) {
     Weights weights(checkpoint);
     skip_parts(checkpoint, progress);
     const std::string prefix = checkpoint.has_prefix(multimodal_prefix) ? multimodal_prefix : "model.";
@@ -95,7 +95,7 @@ void Qwen3_5::load_head(Weights& weights, const MatrixPart& table) {
 }
 
 void Qwen3_5::load_rotations() {
-    // [max_positions, rotary_dim / 2] each, float32 throughout, as the model was trained: at high positions other roundings are other angles.
+    // [num_rotations_, rotary_dim / 2] each, float32 throughout, as the model was trained: at high positions other roundings are other angles.
     const int half = config_.attention.rotary_dim / 2;
     std::vector<float> frequencies;
     for (int pair = 0; pair < half; ++pair) {
@@ -103,9 +103,9 @@ void Qwen3_5::load_rotations() {
         frequencies.push_back(1.0f / std::pow(config_.rope_theta, exponent));
     }
     std::vector<float> cosines, sines;
-    cosines.reserve(static_cast<std::size_t>(max_positions_) * frequencies.size());
+    cosines.reserve(static_cast<std::size_t>(num_rotations_) * frequencies.size());
     sines.reserve(cosines.capacity());
-    for (int position = 0; position < max_positions_; ++position) {
+    for (int position = 0; position < num_rotations_; ++position) {
         for (const float frequency : frequencies) {
             const float angle = static_cast<float>(position) * frequency;
             cosines.push_back(std::cos(angle));

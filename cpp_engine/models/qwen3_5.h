@@ -18,14 +18,14 @@ namespace pocket {
 // The weights are copied to the device: the checkpoint is not needed afterwards. The device must outlive the model.
 class Qwen3_5 final : public Model {
 public:
-    // `dtype`: of the stored values of matrices that are not FP8. `max_positions`: most tokens of a row, at most max_position_embeddings; 0 is that.
+    // `dtype`: of the stored values of matrices that are not FP8. `max_model_len`: most tokens of a row; 0 or more than max_position_embeddings is that.
     // A vision tower and a multi-token prediction head are skipped, which `progress` is told.
     // Error naming the file and the tensor or the key: a tensor is missing, left over, has another shape or type, or holds a NaN or an infinity.
-    Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_positions = 0, const LoadProgress& progress = {});
+    Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_model_len = 0, const LoadProgress& progress = {});
 
     std::string architecture() const override { return architecture_; }
     int vocab_size() const noexcept override { return config_.vocab_size; }
-    int max_positions() const noexcept override { return max_positions_; }
+    int max_positions() const noexcept override { return config_.max_position_embeddings; }
     int num_attention_layers() const noexcept override { return config_.num_attention_layers(); }
     int num_delta_net_layers() const noexcept override { return config_.num_delta_net_layers(); }
     std::int64_t kv_size() const noexcept override;
@@ -63,7 +63,7 @@ private:
     std::string architecture_;
     Qwen3_5Config config_;
     DType dtype_, activation_dtype_;
-    int max_positions_ = 0;
+    int num_rotations_ = 0;                                 // positions that the tables of rotations have
     std::size_t weight_bytes_ = 0, bytes_per_token_ = 0;
 
     std::unique_ptr<Matrix> table_, own_head_;              // a tied head is the table

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "core/half.h"
+#include "core/number_formats.h"
 #include "models/fp8_config.h"
 #include "pocket/error.h"
 
@@ -24,7 +24,7 @@ bool is_dense(DType dtype) { return dtype == DType::float32 || dtype == DType::f
 float value_at(const HostTensor& tensor, std::int64_t place) {
     if (tensor.dtype == DType::float32) return reinterpret_cast<const float*>(tensor.data)[place];
     const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(tensor.data)[place];
-    return tensor.dtype == DType::float16 ? float16_to_float(bits) : bfloat16_to_float(bits);
+    return tensor.dtype == DType::float16 ? from_float16(bits) : from_bfloat16(bits);
 }
 
 }  // namespace

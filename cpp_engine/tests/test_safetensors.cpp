@@ -42,7 +42,7 @@ TEST(a_whole_file) {
     CHECK_EQ(a.dtype, DType::float32);
     CHECK_EQ(reinterpret_cast<const float*>(a.data)[5], 6.0f);
     CHECK_EQ(b.dtype, DType::bfloat16);
-    CHECK_EQ(reinterpret_cast<const std::uint16_t*>(b.data)[1], float_to_bfloat16(8));
+    CHECK_EQ(reinterpret_cast<const std::uint16_t*>(b.data)[1], to_bfloat16(8));
 }
 
 TEST(metadata_order_and_empty_tensors) {

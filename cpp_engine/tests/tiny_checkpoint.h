@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/half.h"
+#include "core/number_formats.h"
 
 namespace pocket {
 
@@ -65,9 +65,9 @@ inline StoredTensor store(const std::vector<float>& values, std::vector<std::int
     const auto append = [&](const auto& bits) { stored.bytes.append(reinterpret_cast<const char*>(&bits), sizeof bits); };
     for (const float value : values) {
         if (type == "F32") append(value);
-        else if (type == "BF16") append(float_to_bfloat16(value));
-        else if (type == "F16") append(float_to_float16(value));
-        else if (type == "F8_E4M3") append(float_to_float8_e4m3(value));
+        else if (type == "BF16") append(to_bfloat16(value));
+        else if (type == "F16") append(to_float16(value));
+        else if (type == "F8_E4M3") append(to_float8_e4m3(value));
         else throw std::runtime_error("no type " + type);
     }
     return stored;
@@ -81,9 +81,9 @@ inline std::vector<float> values_of(const StoredTensor& stored) {
         float value = 0;
         std::uint16_t half = 0;
         std::memcpy(size == 4 ? static_cast<void*>(&value) : static_cast<void*>(&half), stored.bytes.data() + place, size);
-        if (stored.type == "BF16") value = bfloat16_to_float(half);
-        if (stored.type == "F16") value = float16_to_float(half);
-        if (stored.type == "F8_E4M3") value = float8_e4m3_to_float(static_cast<std::uint8_t>(stored.bytes[place]));
+        if (stored.type == "BF16") value = from_bfloat16(half);
+        if (stored.type == "F16") value = from_float16(half);
+        if (stored.type == "F8_E4M3") value = from_float8_e4m3(static_cast<std::uint8_t>(stored.bytes[place]));
         values.push_back(value);
     }
     return values;
@@ -237,7 +237,7 @@ private:
         }
         const std::int64_t high = (rows + 127) / 128, wide = (columns + 127) / 128;
         std::vector<float> scales(static_cast<std::size_t>(high * wide));
-        for (float& one : scales) one = bfloat16_to_float(float_to_bfloat16(static_cast<float>(noise.uniform() + 0.5) / 100));
+        for (float& one : scales) one = from_bfloat16(to_bfloat16(static_cast<float>(noise.uniform() + 0.5) / 100));
         for (std::int64_t row = 0; row < rows; ++row) {
             for (std::int64_t column = 0; column < columns; ++column) {
                 values[static_cast<std::size_t>(row * columns + column)] /= scales[static_cast<std::size_t>(row / 128 * wide + column / 128)];

@@ -1,5 +1,5 @@
-// core/half: every value of each small type comes back, and what lies between two of them goes to the nearer, ties to the even one.
-#include "core/half.h"
+// core/number_formats: every value of each small type comes back, and what lies between two of them goes to the nearer, ties to the even one.
+#include "core/number_formats.h"
 
 #include <cmath>
 #include <cstdint>
@@ -40,32 +40,32 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 }  // namespace
 
 TEST(bfloat16) {
-    check_type(float_to_bfloat16, bfloat16_to_float, 65536);
-    CHECK_EQ(bfloat16_to_float(0x3f80), 1.0f);
-    CHECK_EQ(float_to_bfloat16(std::numeric_limits<float>::max()), 0x7f80);
-    CHECK_EQ(float_to_bfloat16(-infinity), 0xff80);
-    CHECK(std::isnan(bfloat16_to_float(float_to_bfloat16(std::bit_cast<float>(0x7f800001u)))));
+    check_type(to_bfloat16, from_bfloat16, 65536);
+    CHECK_EQ(from_bfloat16(0x3f80), 1.0f);
+    CHECK_EQ(to_bfloat16(std::numeric_limits<float>::max()), 0x7f80);
+    CHECK_EQ(to_bfloat16(-infinity), 0xff80);
+    CHECK(std::isnan(from_bfloat16(to_bfloat16(std::bit_cast<float>(0x7f800001u)))));
 }
 
 TEST(float16) {
-    check_type(float_to_float16, float16_to_float, 65536);
-    CHECK_EQ(float16_to_float(0x3c00), 1.0f);
-    CHECK_EQ(float16_to_float(0x0001), 0x1p-24f);
-    CHECK_EQ(float16_to_float(0x7bff), 65504.0f);
-    CHECK_EQ(float_to_float16(65519.996f), 0x7bff);
-    CHECK_EQ(float_to_float16(65520.0f), 0x7c00);
-    CHECK_EQ(float_to_float16(-infinity), 0xfc00);
-    CHECK_EQ(float_to_float16(0x1p-25f), 0);
-    CHECK_EQ(float_to_float16(1e-30f), 0);
+    check_type(to_float16, from_float16, 65536);
+    CHECK_EQ(from_float16(0x3c00), 1.0f);
+    CHECK_EQ(from_float16(0x0001), 0x1p-24f);
+    CHECK_EQ(from_float16(0x7bff), 65504.0f);
+    CHECK_EQ(to_float16(65519.996f), 0x7bff);
+    CHECK_EQ(to_float16(65520.0f), 0x7c00);
+    CHECK_EQ(to_float16(-infinity), 0xfc00);
+    CHECK_EQ(to_float16(0x1p-25f), 0);
+    CHECK_EQ(to_float16(1e-30f), 0);
 }
 
 TEST(float8_e4m3) {
-    check_type(float_to_float8_e4m3, float8_e4m3_to_float, 256);
-    CHECK_EQ(float8_e4m3_to_float(0x38), 1.0f);
-    CHECK_EQ(float8_e4m3_to_float(0x01), 0x1p-9f);
-    CHECK_EQ(float8_e4m3_to_float(0x7e), 448.0f);
-    CHECK(std::isnan(float8_e4m3_to_float(0xff)));
-    CHECK_EQ(float_to_float8_e4m3(464.0f), 0x7e);
-    CHECK_EQ(float_to_float8_e4m3(std::nextafter(464.0f, 500.0f)), 0x7f);
-    CHECK_EQ(float_to_float8_e4m3(infinity), 0x7f);
+    check_type(to_float8_e4m3, from_float8_e4m3, 256);
+    CHECK_EQ(from_float8_e4m3(0x38), 1.0f);
+    CHECK_EQ(from_float8_e4m3(0x01), 0x1p-9f);
+    CHECK_EQ(from_float8_e4m3(0x7e), 448.0f);
+    CHECK(std::isnan(from_float8_e4m3(0xff)));
+    CHECK_EQ(to_float8_e4m3(464.0f), 0x7e);
+    CHECK_EQ(to_float8_e4m3(std::nextafter(464.0f, 500.0f)), 0x7f);
+    CHECK_EQ(to_float8_e4m3(infinity), 0x7f);
 }
