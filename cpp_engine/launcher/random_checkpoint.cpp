@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cmath>
 #include <cstdint>
@@ -10,7 +11,6 @@
 #include <fstream>
 #include <utility>
 
-#include "core/number_formats.h"
 #include "core/splitmix.h"
 #include "json_writer.h"
 #include "pocket/error.h"
@@ -98,6 +98,9 @@ std::string config_of(const Shape& shape) {
     json.begin_object("rope_parameters").value("rope_type", "default").value("rope_theta", 1e7).value("partial_rotary_factor", 0.25).end_object();
     return json.end_object().text();
 }
+
+// Cut off, not rounded: noise is noise, and the constants are exact.
+std::uint16_t to_bfloat16(float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); }
 
 // A million and a few normal deviates of 0.02 in bfloat16, from which every matrix is cut; an odd number, so that rows differ.
 std::vector<std::uint16_t> noise() {
