@@ -68,7 +68,7 @@ def test_decode(triton_device: str, dtype: torch.dtype, num_heads: int, num_kv_h
     queries = torch.randn(5, num_heads, 32).to(triton_device, dtype)
     gate = random_gate(5, num_heads * 32, queries)
     for optional in (None, gate):
-        result = paged_decode(queries, *cache.tensors, 0.3, gate=optional, config=DecodeConfig(32, splits, 4, 2))
+        result = paged_decode(queries, *cache.tensors, 0.3, gate=optional, config=DecodeConfig(32, splits, 4, 2), early=optional is not None)
         check(result, paged_decode_reference(queries, *cache.tensors, 0.3, gate=optional))
 
 

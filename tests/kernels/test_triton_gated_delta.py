@@ -120,6 +120,21 @@ def test_decode_with_heads_shared_between_programs(triton_device: str, value_dim
         layer.check(out, wanted, conv, recurrent)
 
 
+def test_one_chunk_in_flight_is_refused() -> None:
+    with pytest.raises(ValueError, match="states_stages is at least 2, not 1"):
+        ChunkConfig(states_stages=1)
+
+
+def test_decode_reads_early_what_earlier_steps_wrote(triton_device: str) -> None:
+    layer = Layer(ODD, triton_device, torch.float32)
+    conv, recurrent = layer.caches()
+    for step in range(2):
+        mixed = layer.mixed(3)
+        wanted = layer.reference(mixed, conv, recurrent, [2, -1, 5], [step, 0, step + 7], (1, 1, 1))
+        out = delta_decode(mixed, layer.conv, layer.recurrent, layer.ints([2, -1, 5]), layer.ints([step, 0, step + 7]), *layer.weights, early=True)
+        layer.check(out, wanted, conv, recurrent)
+
+
 def test_decode_into_part_of_a_matrix(triton_device: str) -> None:
     layer = Layer(SIZES, triton_device, torch.float32)
     conv, recurrent = layer.caches()

@@ -27,6 +27,8 @@ def paged_decode(
     window: int | None = None,
     gate: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
     """Attention of one query a row to the row's last `lengths` tokens, its own included, which the cache already holds.
 
@@ -40,6 +42,7 @@ def paged_decode(
         window: only this many last tokens are attended to; None is all.
         gate: [num_rows, num_heads * head_dim], rows any stride apart; the result is multiplied by its sigmoid.
         config: how the kernel is cut; None is decode_config's choice.
+        early: whether the cache but for the rows' last tokens, the tables, slots and lengths may be read while the kernel ahead still runs; see launch.py.
 
     Returns:
         [num_rows, num_heads * head_dim] in the cache's dtype.
@@ -56,6 +59,7 @@ def paged_decode(
         GROUP=group,
         PADDED_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_TOKENS=config.block_tokens,
+        EARLY=early,
         **call.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -31,14 +31,19 @@ class ChunkConfig:
     Args:
         solve_warps, states_warps, read_warps: warps of a program.
         states_values: value channels of a program of `states`, a power of two of at least 32.
-        states_stages: chunks that `states` keeps in flight.
+        states_stages: chunks that `states` keeps in flight, at least 2: with 1 Triton 3.6 stores operands to shared memory right before Hopper's tensor
+            cores read them, its fence behind the barrier instead of ahead of it, and products were seen to be wrong.
     """
 
     solve_warps: int = 4
     states_values: int = 32
     states_warps: int = 4
-    states_stages: int = 2
+    states_stages: int = 3
     read_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.states_stages < 2:
+            raise ValueError(f"states_stages is at least 2, not {self.states_stages}.")
 
 
 @triton.jit

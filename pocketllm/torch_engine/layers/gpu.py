@@ -175,6 +175,7 @@ class GpuAttention:
             batch.positions,
             batch.slot_mapping,
             stored,
+            early=True,
         )
         gate = projected[:, : spec.num_heads * spec.head_dim] if spec.gated else None
         return attend(queries, stored, batch, self._scale, spec.window, gate).to(projected.dtype)
@@ -198,7 +199,7 @@ def attend(
     if count:
         rows = batch.row_slots[:count], batch.lengths[:count]
         own_gate = None if gate is None else gate[:count]
-        parts.append(paged_decode(queries[:count], stored, batch.block_tables, *rows, scale, window, own_gate))
+        parts.append(paged_decode(queries[:count], stored, batch.block_tables, *rows, scale, window, own_gate, early=True))
     if batch.query_lengths:
         rows = batch.row_slots[count:], batch.lengths[count:]
         own_gate = None if gate is None else gate[count:]
@@ -226,7 +227,8 @@ class GpuDeltaNet:
         count = batch.num_decode
         parts = []
         if count:
-            parts.append(delta_decode(projected[:count], conv, recurrent, batch.state_slots[:count], batch.positions[:count], *self._arrays))
+            slots, positions = batch.state_slots[:count], batch.positions[:count]
+            parts.append(delta_decode(projected[:count], conv, recurrent, slots, positions, *self._arrays, early=True))
         if batch.query_lengths:
             slots, positions = batch.state_slots[count:], batch.positions[count:]
             parts.append(delta_prefill(projected[count:], conv, recurrent, slots, positions, batch.query_lengths, *self._arrays))
