@@ -61,10 +61,11 @@ class GpuRunner:
             on_graph: told after each how many are done.
         """
         pool: Any = None  # torch's own handle
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # one for all: each has memory and cuBLAS a workspace of its own
         for done, shape in enumerate(reversed(shapes), 1):
             fixed = _FixedStep(self, shape)
-            if self.device.type == "cuda":
-                pool = fixed.capture(pool)
+            if stream is not None:
+                pool = fixed.capture(stream, pool)
             self._fixed.insert(0, fixed)
             on_graph(done)
 
@@ -167,11 +168,10 @@ class _FixedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: torch.Tensor
 
-    def capture(self, pool: Any) -> Any:
-        """Make it a CUDA graph with memory of `pool`, or of a new one where that is None. Returns the pool."""
+    def capture(self, stream: torch.cuda.Stream, pool: Any) -> Any:
+        """Make it a CUDA graph with memory of `pool`, or of a new one where that is None, after trying it on `stream`. Returns the pool."""
         runner, device = self._runner, self._runner.device
         self.inputs.send((), runner.block_size, is_hybrid=False)
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # what a kernel's first launch does can't be captured
