@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.causal_conv import chunk_plan, conv_prefill, ring_conv_reference, silu, softplus
+from pocketllm.torch_engine.kernels.causal_conv import conv_prefill, ring_conv_reference, silu, softplus
+from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
 from pocketllm.torch_engine.kernels.delta_chunks import ChunkConfig, chunked_rule
 from pocketllm.torch_engine.kernels.delta_scan import scanned_rule
 from pocketllm.torch_engine.kernels.launch import begin_next, capability, launch_options, wait_for_inputs
@@ -286,7 +287,7 @@ def delta_prefill(
     recurrent: torch.Tensor,
     state_slots: torch.Tensor,
     positions: torch.Tensor,
-    query_lengths: tuple[int, ...],
+    plan: ChunkPlan,
     conv_weight: torch.Tensor,
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
@@ -302,9 +303,9 @@ def delta_prefill(
 
     Args:
         mixed: [num_tokens, ..] as in delta_decode, the rows one after another.
-        state_slots: [num_rows] int32, none of them -1.
+        state_slots: [num_rows] int32; -1 for rows without tokens.
         positions: [num_tokens] int32.
-        query_lengths: tokens of each row, at least 1, together num_tokens.
+        plan: of the rows; tokens after the last row's are none's, and the result is not written for them.
         config: launch sizes of the chunked form; None chooses, and takes tokens one by one where the dtype or the GPU is not one for chunks.
         conv_warps: warps of a program of the convolution.
         The others are delta_decode's.
@@ -314,7 +315,6 @@ def delta_prefill(
     """
     if out is None:
         out = mixed.new_empty(mixed.shape[0], sizes.value_size)
-    plan = chunk_plan(query_lengths, mixed.device)
     query, key, value = conv_prefill(mixed, conv, state_slots, positions, conv_weight, sizes, plan, num_warps=conv_warps)
     rest = (mixed, recurrent, state_slots, decay_rate, dt_bias, norm_weight, eps, sizes, plan, out)
     if config is None and scans(mixed.device, mixed.dtype):
