@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arguments import json_object
+from arguments import json_object, positive
 from cuda_table import table
 from hardware import ROOT, describe_code, describe_gpu, describe_hardware, gpu_slug
 
@@ -134,10 +135,9 @@ def _ours(options: argparse.Namespace, rows: Rows) -> None:
 
 
 def _peer(options: argparse.Namespace, rows: Rows) -> None:
-    from cuda_measures import Workload
     from transformers_peer import TransformersPeer
 
-    workload = Workload.tiny() if options.tiny else Workload()
+    workload = _workload(options)
     peer = TransformersPeer(_directory(options, "bf16"), options.device, options.seed)
     rows.add("peer", "load", seconds=peer.load_seconds, facts=peer.facts)
     for row in [row for row in rows if row["section"] == "ours-bf16" and row["measure"] == "first_logprobs"]:
@@ -145,7 +145,7 @@ def _peer(options: argparse.Namespace, rows: Rows) -> None:
         difference = max(abs(theirs - ours) for theirs, (_, ours) in zip(found, row["top"], strict=True))
         rows.add("peer", "agreement", prompt_tokens=len(row["prompt"]), largest_difference=difference, spread=spread)
     for batch, tokens in workload.prompts:
-        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, 3))
+        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, workload.samples))
     for batch, tokens, _ in workload.decodes[:2]:
         _rate(rows, "peer", f"decode {_name(batch, tokens)}", peer.decode(batch, tokens))
     rows.add("peer", "memory", **_memory())
@@ -195,7 +195,7 @@ def _open(options: argparse.Namespace, weights: str) -> tuple[Any, Any]:
 def _workload(options: argparse.Namespace) -> Any:
     from cuda_measures import Workload
 
-    return Workload.tiny() if options.tiny else Workload()
+    return replace(Workload.tiny() if options.tiny else Workload(), samples=options.samples)
 
 
 def _rate(rows: Rows, section: str, measure: str, samples: list[float], **facts: Any) -> None:
@@ -259,6 +259,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--section-timeout", type=float, default=240, help="seconds after which a section is ended [240]")
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
+    parser.add_argument("--samples", type=positive, default=3, help="of each figure [3]")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--keep", action="store_true", help="add to the rows that DIR has, in place of those of another run")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "torch_cuda", help="directory of the results [build/torch_cuda]")

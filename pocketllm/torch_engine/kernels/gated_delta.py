@@ -21,6 +21,7 @@ from pocketllm.torch_engine.kernels.launch import begin_next, capability, launch
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes, chunked_delta_rule, gated_rms_norm
 
 _L2_EPS = tl.constexpr(1e-6)
+_FEW_HEADS = 256  # of all rows together: then the time is that of one program
 _MAX_HEADS = 2**16  # rows times heads of a step whose heads are shared between programs
 
 
@@ -207,7 +208,7 @@ def delta_decode(
     out: torch.Tensor | None = None,
     early: bool = False,
     split: int | None = None,
-    num_warps: int = 2,
+    num_warps: int = 1,
 ) -> torch.Tensor:
     """One token of each row: convolution, delta rule and gated norm.
 
@@ -226,7 +227,7 @@ def delta_decode(
         sizes: heads and widths.
         out: where the result goes, the last stride 1; None makes it.
         early: whether conv, recurrent, state_slots and positions may be read while the kernel ahead still runs; see launch.py.
-        split: programs that share a head, a power of two; None is one for each 32 value channels.
+        split: programs that share a head, a power of two; None is one for each 16 value channels, or 32 where there are many rows.
         num_warps: of a program.
 
     Returns:
@@ -236,7 +237,8 @@ def delta_decode(
     if out is None:
         out = mixed.new_empty(num_rows, sizes.value_size)
     block_value = triton.next_power_of_2(sizes.value_dim)
-    split = split or max(1, block_value // 32)
+    few = num_rows * heads <= _FEW_HEADS
+    split = split or max(1, block_value // (16 if few else 32))
     if num_rows * heads > _MAX_HEADS:
         split = 1
     partial = tickets = out
@@ -269,7 +271,7 @@ def delta_decode(
         BLOCK_KEY=triton.next_power_of_2(sizes.key_dim),
         BLOCK_VALUE=block_value // split,
         SPLIT=split,
-        EARLY=early,
+        EARLY=early and few,  # what is held early takes registers that many rows want for other heads
         num_warps=num_warps,
         **launch_options(mixed.device),
     )

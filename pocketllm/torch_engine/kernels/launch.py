@@ -45,11 +45,13 @@ class DeviceLimits:
         num_multiprocessors: streaming multiprocessors of the device.
         shared_memory: bytes that one program may use.
         tensor_cores: whether Triton multiplies matrices on tensor cores there.
+        overlaps: whether kernels begin while the one ahead of them drains.
     """
 
     num_multiprocessors: int
     shared_memory: int
     tensor_cores: bool
+    overlaps: bool = False
 
 
 @cache
@@ -59,7 +61,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return DeviceLimits(1, 227 * 1024, True)
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], capability(device) >= (8, 0))
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], capability(device) >= (8, 0), uses_pdl(device))
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class GpuLayers:
         return GpuProjection(norm, self._weights.linear(matrix))
 
     def addition(self, matrix: StoredMatrix, norm: Norm | None = None) -> GpuAddition:
-        return GpuAddition(self._weights.linear(matrix), norm, prefetch=True)
+        return GpuAddition(self._weights.linear(matrix), norm, prefetch=False)
 
     def feed_forward(self, norm: Norm, stored: StoredFeedForward | StoredExperts, norm_after: Norm | None = None) -> GpuFeedForward | GpuMixture:
         if isinstance(stored, StoredFeedForward):
