@@ -329,7 +329,7 @@ private:
         try {
             if (active->on_step) active->on_step(output);
         } catch (...) {
-            std::cerr << text("pocket: the callback of request ", output.request_id, " failed: ", what(std::current_exception()), "\n") << std::flush;
+            std::cerr << text("pocketllm: the callback of request ", output.request_id, " failed: ", what(std::current_exception()), "\n") << std::flush;
         }
     }
 

@@ -7,9 +7,7 @@
 #include <utility>
 
 #include "core/splitmix.h"
-#include "engine/cache_plan.h"
 #include "engine/model_runner.h"
-#include "io/checkpoint.h"
 #include "io/eos.h"
 #include "models/qwen3_5.h"
 #include "pocket/error.h"
@@ -39,22 +37,9 @@ DType stored_dtype(const Checkpoint& checkpoint) {
 
 }  // namespace
 
-QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOptions& options, const LoadProgress& progress)
-    : options_(options), process_(getpid()) {
-    if (options.num_threads < 0) {
-        throw Error(ErrorKind::configuration, "\"num_threads\" = " + std::to_string(options.num_threads) + " is not valid: send a whole number of at least 0, where 0 is all cores.",
-                    "num_threads");
-    }
-    // What is wrong is refused before a device is made.
-    const DType asked_dtype = dtype_of("dtype", options.dtype, DType::float32);
-    dtype_of("kv_cache_dtype", options.kv_cache_dtype, DType::float32);
-    Checkpoint checkpoint(checkpoint_folder);
-    const DType dtype = options.dtype == "auto" ? stored_dtype(checkpoint) : asked_dtype;
-    const EosIds eos = read_eos_ids(checkpoint);
+DType weight_dtype(const QwenEngineOptions& options, const Checkpoint& checkpoint) { return dtype_of("dtype", options.dtype, stored_dtype(checkpoint)); }
 
-    device_ = make_device(options.device, options.num_threads);
-    model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress);
-    const DeviceInfo device = device_->info();
+CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device) {
     CacheOptions wanted;
     wanted.max_model_len = options.max_model_len;
     wanted.max_batch_size = options.max_batch_size;
@@ -62,6 +47,25 @@ QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOpt
     wanted.prefill_token_budget = options.prefill_chunk_tokens;
     wanted.enable_prefix_caching = options.enable_prefix_caching;
     wanted.kv_cache_dtype = dtype_of("kv_cache_dtype", options.kv_cache_dtype, device.kv_cache_dtype);
+    return wanted;
+}
+
+QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOptions& options, const LoadProgress& progress)
+    : options_(options), process_(getpid()) {
+    if (options.num_threads < 0) {
+        throw Error(ErrorKind::configuration, "\"num_threads\" = " + std::to_string(options.num_threads) + " is not valid: send a whole number of at least 0, where 0 is all cores.",
+                    "num_threads");
+    }
+    // What is wrong is refused before a device is made.
+    dtype_of("kv_cache_dtype", options.kv_cache_dtype, DType::float32);
+    Checkpoint checkpoint(checkpoint_folder);
+    const DType dtype = weight_dtype(options, checkpoint);
+    const EosIds eos = read_eos_ids(checkpoint);
+
+    device_ = make_device(options.device, options.num_threads);
+    model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress);
+    const DeviceInfo device = device_->info();
+    const CacheOptions wanted = cache_options(options, device);
     const CachePlan plan = plan_caches(*model_, device, wanted);
     const int step_tokens = options.prefill_chunk_tokens > 0 ? std::min(options.prefill_chunk_tokens, plan.shape.max_model_len) : 512;
     runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots);

@@ -11,10 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "engine/cache_plan.h"
 #include "engine/engine_options.h"
 #include "engine/request.h"
 #include "engine/runner.h"
 #include "engine/session.h"
+#include "io/checkpoint.h"
 #include "models/model.h"
 #include "pocket/device.h"
 
@@ -81,5 +83,11 @@ private:
     std::atomic<std::uint64_t> num_seeds_{0};
     int process_ = 0;
 };
+
+// What the options ask of the weights: the type that is stored where they leave it open. Error(configuration) naming "dtype".
+DType weight_dtype(const QwenEngineOptions& options, const Checkpoint& checkpoint);
+
+// What they ask of the caches on a device. Error(configuration) naming "kv_cache_dtype".
+CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device);
 
 }  // namespace pocket

@@ -1,6 +1,7 @@
 #include "backends/cpu/matrix.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 
