@@ -95,7 +95,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
-    chosen = {"num_threads": 2, "max_model_len": CONTEXT, "max_batch_size": 5, **options}
+    chosen = {"num_threads": 1, "max_model_len": CONTEXT, "max_batch_size": 5, **options}
     return native.QwenEngine(str(path), native.QwenEngineOptions(dtype=dtype, **chosen))
 
 
