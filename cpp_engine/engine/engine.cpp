@@ -357,6 +357,7 @@ private:
         }
         std::ranges::sort(rows, {}, [](const auto& row) { return row->id; });
         for (const auto& row : rows) scheduler_.remove(row);           // all of them before the first listener hears of it
+        record();
         for (const auto& row : rows) emit_end(*row, reported);
     }
 
