@@ -24,6 +24,7 @@ ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, 
     allocate_kv(kv_cache_dtype);
     allocate_states();
     reserve(max_step_tokens, shape.num_row_slots);
+    try_step();
 }
 
 void ModelRunner::allocate_kv(DType dtype) {
@@ -46,6 +47,19 @@ void ModelRunner::allocate_states() {
     for (int layer = 0; layer < num_layers; ++layer, place += slot_bytes_ / static_cast<std::size_t>(num_layers)) {
         state_layers_.push_back({reinterpret_cast<float*>(place), stride, num_slots});
     }
+}
+
+// Whoever gets the block and the slot starts from its own first token, so nothing is left of this one.
+void ModelRunner::try_step() {
+    constexpr std::int32_t token_ids[] = {0}, block_table[] = {0};
+    const Request greedy;
+    RunRow row;
+    row.token_ids = token_ids;
+    row.block_table = block_table;
+    row.slot = 0;
+    row.samples = true;
+    row.request = &greedy;
+    run({&row, 1}, {});
 }
 
 void ModelRunner::copy_states(std::span<const StateCopy> copies) {

@@ -17,7 +17,8 @@ namespace pocket {
 class ModelRunner final : public Runner {
 public:
     // Allocates the caches, and room for steps of `max_step_tokens` tokens; longer ones make more room when they come. `kv_cache_dtype`: float32, float16 or
-    // bfloat16. Error(device) with the figures where the memory is too small.
+    // bfloat16. Then computes one token, so that what the device does not compute is refused here and not at the first request.
+    // Error(device) with the figures where the memory is too small; Error(unsupported) naming the shape or type that the device lacks.
     ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens);
 
     int vocab_size() const noexcept override { return model_.vocab_size(); }
@@ -28,6 +29,7 @@ public:
 private:
     void allocate_kv(DType dtype);
     void allocate_states();
+    void try_step();
     void copy_states(std::span<const StateCopy> copies);
     void reserve(int num_tokens, int num_samples);
     Step upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all);

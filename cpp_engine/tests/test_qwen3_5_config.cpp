@@ -83,8 +83,8 @@ TEST(a_flat_and_a_nested_config) {
         CHECK_EQ(config.attention.rotary_dim, 4);
         CHECK_EQ(config.delta_net.num_key_heads, 2);
         CHECK_EQ(config.delta_net.num_value_heads, 6);
-        CHECK_EQ(config.delta_net.key_dim, 16);
-        CHECK_EQ(config.delta_net.value_dim, 8);
+        CHECK_EQ(config.delta_net.key_dim, 32);
+        CHECK_EQ(config.delta_net.value_dim, 16);
         CHECK_EQ(config.delta_net.conv_kernel, 4);
         CHECK_EQ(config.is_attention, (std::vector<bool>{false, true, false, true, false}));
         CHECK_EQ(config.num_attention_layers(), 2);

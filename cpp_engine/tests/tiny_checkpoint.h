@@ -138,7 +138,7 @@ private:
 struct TinyCheckpoint {
     int vocab_size = 151, hidden_size = 48, intermediate_size = 80, num_layers = 5, full_attention_interval = 2;
     int num_heads = 4, num_kv_heads = 2, head_dim = 16;
-    int num_key_heads = 2, num_value_heads = 6, key_dim = 16, value_dim = 8, conv_kernel = 4;
+    int num_key_heads = 2, num_value_heads = 6, key_dim = 32, value_dim = 16, conv_kernel = 4;
     int max_positions = 512;
     bool is_tied = false;
     bool is_multimodal = false;                // nested config, model.language_model., a tensor of a vision tower and one of a multi-token prediction head

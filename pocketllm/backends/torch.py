@@ -28,8 +28,8 @@ class TorchBackend(Backend):
 
     Args:
         args: options; `backend_options` may hold num_threads, the threads that a step on the CPU uses [all cores]; native_kernels, whether
-            dtype auto may use the native CPU kernels where they are built and suit the model [true]; and cuda_graphs, whether decoding on
-            a GPU is captured as CUDA graphs [true].
+            dtype auto may use the native CPU kernels where they are built and suit the model [true]; and cuda_graphs, whether steps on a
+            GPU, but for long prompts, are captured as CUDA graphs [true].
         checkpoint: an open checkpoint whose architecture this plane runs.
 
     Raises:
@@ -129,7 +129,7 @@ class _Options:
     Args:
         num_threads: threads that a step on the CPU uses.
         native_kernels: dtype auto may use the native kernels where they are built and suit the model.
-        cuda_graphs: decoding on a GPU is captured as CUDA graphs.
+        cuda_graphs: steps on a GPU, but for long prompts, are captured as CUDA graphs.
     """
 
     num_threads: int

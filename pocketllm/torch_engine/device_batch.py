@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
     """The tokens of one step, all on one device: first one a row of the rows that decode, then those of each row that prefills.
 
-    A decode step in a CUDA graph always has the graph's number of rows; those that stand for no row have -1 as `row_slots`, `state_slots`,
-    and `slot_mapping`, and 0 as `lengths`: kernels write nothing to a cache for them, and their results are finite and not read.
+    A padded step, as a CUDA graph computes it, has a shape that is larger than what it computes. Rows that stand for none have -1 as `row_slots`
+    and `state_slots`, and 0 as `lengths`, and are the last of their kind; tokens of no row, one for each of those that would decode, and the last of the
+    prompts' tokens, have -1 as `slot_mapping`. Kernels write nothing to a cache for them, and their results are finite and not read.
 
     Args:
         token_ids: [num_tokens] int64.
@@ -23,8 +26,9 @@ class DeviceBatch:
         state_slots: [num_rows] int32, each row's slot in the state cache of a hybrid model, or -1.
         lengths: [num_rows] int32, tokens that the row's last token attends to, itself included.
         num_decode: rows that compute one token; they come first.
-        starts: [num_prefill + 1] int32, where the tokens of each other row begin, counted from the first of them; the last is their number.
-        query_lengths: tokens of each of those rows, on the host.
+        prompts: the other rows' tokens, counted from the first of them, and their chunks; None where all rows decode.
+        longest_prompt: no other row has more tokens.
+        is_padded: some rows and tokens may stand for none.
     """
 
     token_ids: torch.Tensor
@@ -35,8 +39,9 @@ class DeviceBatch:
     state_slots: torch.Tensor
     lengths: torch.Tensor
     num_decode: int
-    starts: torch.Tensor
-    query_lengths: tuple[int, ...]
+    prompts: ChunkPlan | None
+    longest_prompt: int
+    is_padded: bool
 
     @property
     def num_tokens(self) -> int:

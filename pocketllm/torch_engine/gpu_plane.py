@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,6 +20,7 @@ from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.plane import DTYPES, CacheShape, Order, Plane, build_scheduler, check_explicit, describe, log_limits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
+from pocketllm.torch_engine.step_shape import StepShape, captured_shapes, chunk_beside_answers
 
 if TYPE_CHECKING:
     from pocketllm.torch_engine.gpu_runner import GpuRunner
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OLDEST = (7, 5)
-_ROWS, _CHUNK, _CHUNK_BESIDE_ANSWERS = 64, 8192, 512
+_ROWS, _CHUNK = 64, 8192
 _LEAST_CHUNK = 512  # tokens; a chunk that nobody asked for is not made shorter to leave memory to the caches
 _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
@@ -83,10 +85,10 @@ def gpu_dtype(name: str, device: torch.device, option: str = "dtype") -> torch.d
 
 
 def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Plane:
-    """Load the weights, compute once as much as a step may, give the caches what is left, and capture decoding.
+    """Load the weights, compute once as much as a step may, give the caches what is left, and capture the steps that are not long.
 
     Args:
-        cuda_graphs: capture decoding; without, every kernel is launched by itself.
+        cuda_graphs: capture steps; without, every kernel is launched by itself.
 
     Raises:
         ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
@@ -107,6 +109,9 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         model = order.build_model(GpuDevice(device, dtype))
         chunk, step_bytes = _choose_chunk(order, model, shape, device)
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
+        captures = cuda_graphs and is_cuda and model.is_capturable
+        if captures:
+            step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, needs.max_rows, chunk))
         free = _free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4)  # logits of all rows, and what a prompt takes
         if (explicit := args.kv_cache_bytes) is not None:
             check_explicit(args, explicit, free, f"{device} has free beside the weights and what a step takes")
@@ -118,27 +123,41 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         order.check_open()
         cache = shape.build(plan, device)
         runner = GpuRunner(model, cache, BLOCK_SIZE, plan.max_rows, -(-plan.context_length // BLOCK_SIZE))
-        sizes = _graph_sizes(plan.max_rows) if cuda_graphs and is_cuda and model.is_capturable else []
-
-        def on_graph(done: int) -> None:
-            order.check_open()
-            order.progress(LoadProgress(1.0, f"capturing CUDA graphs: {done} of {len(sizes)}"))
-
-        runner.capture(sizes, on_graph)
         if is_cuda:
-            order.check_open()
             order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
             _compile_other_steps(runner, plan)
-    beside = min(_CHUNK_BESIDE_ANSWERS, chunk) if args.prefill_chunk_tokens is None else None
+        shapes = _shapes(order, plan.max_rows, chunk) if captures else []
+        if shapes:
+            _capture(order, runner, shapes)
+    beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
     scheduler = build_scheduler(args, plan, shape.state is not None, chunk, beside)
-    details = {**describe(model, cache, plan), "cuda_graphs": sizes}
+    details = {**describe(model, cache, plan), "cuda_graphs": _describe_shapes(shapes)}
     return Plane(scheduler, runner, str(device), plan.context_length, plan.max_rows, chunk > 0, details)
 
 
-def _graph_sizes(max_rows: int) -> Sequence[int]:
-    """Numbers of rows with a graph of their own: rows that stand for none cost little where there are few, and memory traffic where there are many."""
-    sizes = [1, 2, 4, 8, *range(16, max_rows, 8 if max_rows <= 128 else 16), max_rows]
-    return sorted({size for size in sizes if size <= max_rows})
+def _shapes(order: Order, max_rows: int, chunk: int) -> list[StepShape]:
+    """What is captured of a plane whose steps have at most `chunk` prompt tokens."""
+    return captured_shapes(max_rows, chunk, chunk if order.args.prefill_chunk_tokens is not None else min(chunk_beside_answers(max_rows), chunk))
+
+
+def _describe_shapes(shapes: Sequence[StepShape]) -> dict[str, Any]:
+    """The captured shapes for Capabilities.details: rows where all decode, prompt tokens alone, and [rows that decode, prompt tokens] beside them."""
+    return {
+        "decode": [shape.num_decode for shape in shapes if shape.all_sample],
+        "prefill": [shape.num_prompt_tokens for shape in shapes if not shape.num_decode],
+        "mixed": [[shape.num_decode, shape.num_prompt_tokens] for shape in shapes if shape.num_decode and shape.num_prompts],
+    }
+
+
+def _capture(order: Order, runner: GpuRunner, shapes: Sequence[StepShape]) -> None:
+    def on_graph(done: int) -> None:
+        order.check_open()
+        order.progress(LoadProgress(1.0, f"capturing CUDA graphs: {done} of {len(shapes)}"))
+
+    began, before = time.perf_counter(), _free_for_caches(runner.device, 0)
+    runner.capture(shapes, on_graph)
+    taken = before - _free_for_caches(runner.device, 0)
+    logger.info("captured %d CUDA graphs in %.1f s, which take %.0f MiB", len(shapes), time.perf_counter() - began, taken / 2**20)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
@@ -225,8 +244,16 @@ def _measure_step(model: Model, shape: CacheShape, device: torch.device, num_tok
         masks.close()
 
 
+def _measure_graphs(order: Order, model: Model, shape: CacheShape, device: torch.device, shapes: Sequence[StepShape]) -> int:
+    """Bytes that the graphs of `shapes` take: those of the largest, whose memory they share."""
+    largest = max(shape.num_tokens for shape in shapes)
+    num_tokens = min(largest, order.context_length)
+    step_bytes = _measure_step(model, shape, device, num_tokens) or 0  # a longer step was there before
+    return step_bytes * largest // num_tokens
+
+
 def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
-    """Steps whose kernels a long prompt and decoding have not compiled: short prompts, alone and beside a row that decodes.
+    """Steps whose kernels a long prompt and captured steps have not compiled: short prompts, alone and beside a row that decodes.
 
     They leave nothing behind that a row could read: no block is known as a prefix, and a row's state is set when it starts.
     """

@@ -1,4 +1,4 @@
-"""Runs scheduled rows on a GPU: steps are queued there and read back later, and steps in which every row decodes are CUDA graphs.
+"""Runs scheduled rows on a GPU: steps are queued there and read back later, and all but long ones are CUDA graphs.
 
 The ids that a step draws stay on the GPU for the next one, which is launched before the host has read them.
 """
@@ -21,6 +21,7 @@ from pocketllm.torch_engine.runner import Draw
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
 from pocketllm.torch_engine.step_inputs import StepInputs
+from pocketllm.torch_engine.step_shape import StepShape
 
 
 class GpuRunner:
@@ -44,20 +45,28 @@ class GpuRunner:
         self._written: dict[int, tuple[list[int], int]] = {}  # by slot: the row's blocks, and how many of them the table has
         self._last_ids = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)  # by slot; the last is nobody's
         self._sampler = DeviceSampler(max_rows, model.vocab_size, self.device)
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._fixed: list[_FixedStep] = []  # the smallest first
 
     def release(self, row: Row) -> None:
         """The table's line of its slot is written anew for the next row there."""
         self._written.pop(row.slot, None)
 
     @torch.inference_mode()
-    def capture(self, batch_sizes: Sequence[int], on_graph: Callable[[int], None]) -> None:
-        """Capture decoding as a CUDA graph for each number of rows, the largest first, whose memory the others then share."""
+    def capture(self, shapes: Sequence[StepShape], on_graph: Callable[[int], None]) -> None:
+        """Compute steps that one of `shapes` holds in the first that does, as a CUDA graph; without CUDA they are computed in it all the same.
+
+        The largest is captured first, whose memory the others then share.
+
+        Args:
+            on_graph: told after each how many are done.
+        """
         pool: Any = None  # torch's own handle
-        for done, size in enumerate(sorted(batch_sizes, reverse=True), 1):
-            graph = _DecodeGraph(self, size, pool)
-            pool = graph.pool
-            self._graphs[size] = graph
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # one for all: each has memory and cuBLAS a workspace of its own
+        for done, shape in enumerate(reversed(shapes), 1):
+            fixed = _FixedStep(self, shape)
+            if stream is not None:
+                pool = fixed.capture(stream, pool)
+            self._fixed.insert(0, fixed)
             on_graph(done)
 
     @torch.inference_mode()
@@ -71,35 +80,34 @@ class GpuRunner:
         rows = [step[place] for place in order]
         sampling = [place for place in order if step[place].samples]
         words, errors = masks.take_all([step[place].row for place in sampling])
-        query_lengths = tuple(one.num_tokens for one in rows if one.num_tokens != 1)
-        graph = self._graph_for(len(rows)) if not query_lengths and len(sampling) == len(rows) else None
-        inputs = graph.inputs if graph is not None else StepInputs(len(rows) - len(query_lengths), query_lengths, len(sampling), self.max_rows, self.device)
-        inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
-        logits = self.compute(inputs) if graph is None else graph.replay()
-        requests = [step[place].row.request for place in sampling]
+        shape = StepShape.of(rows)
+        fixed = next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
+        step_inputs = StepInputs(shape, self.max_rows, self.device) if fixed is None else fixed.inputs
+        step_inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
+        output = self.compute(step_inputs) if fixed is None else fixed.run()
         if not sampling:
             return GpuFlight((), (), {}, None)
+        logits = (output if step_inputs.shape.all_sample else self.model.logits(output[: len(sampling)]))[: len(sampling)]
+        requests = [step[place].row.request for place in sampling]
         self._sampler.prepare(requests, [step[place].row.num_generated for place in sampling], words)
-        drawn = self._sampler.draw(logits[: len(sampling)])
-        slots = inputs["row_slots"][: len(sampling)].long() if graph is not None else inputs["sample_slots"]
-        self._last_ids.index_copy_(0, slots, drawn.ids)
+        drawn = self._sampler.draw(logits)
+        self._last_ids.index_copy_(0, step_inputs["sample_slots"][: len(sampling)], drawn.ids)
         return GpuFlight(sampling, requests, errors, drawn)
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Queue a step of the model. Returns logits [num_samples, vocab_size] float32, of all rows in a graph; none where no row samples."""
-        token_ids, count = inputs["token_ids"], inputs.num_decode
-        if count:
-            known = token_ids[:count]
-            drawn = torch.where(known < 0, self._last_ids[inputs["input_slots"]], known)
-            token_ids = drawn if not inputs.query_lengths else torch.cat([drawn, token_ids[count:]])
-        hidden = self.model.forward(inputs.batch(token_ids, self._tables), self.cache)
-        if inputs.num_samples is not None:
-            hidden = hidden[inputs["sample_index"]]
-        return self.model.logits(hidden) if hidden.shape[0] else hidden
+        """Queue a step of the model, as far as a graph holds it.
 
-    def _graph_for(self, num_rows: int) -> _DecodeGraph | None:
-        size = min((size for size in self._graphs if size >= num_rows), default=None)
-        return None if size is None else self._graphs[size]
+        Returns:
+            Where all rows decode and sample, their logits [num_samples, vocab_size] float32; else [num_samples, hidden_size] float32, of the tokens whose
+            logits are wanted, so that the output head is computed for just as many as there are.
+        """
+        token_ids, shape = inputs["token_ids"], inputs.shape
+        if shape.num_decode:
+            known = token_ids[: shape.num_decode]
+            drawn = torch.where(known < 0, self._last_ids[inputs["input_slots"]], known)
+            token_ids = torch.cat([drawn, token_ids[shape.num_decode :]]) if shape.num_prompts else drawn
+        hidden = self.model.forward(inputs.batch(token_ids, self._tables), self.cache)
+        return self.model.logits(hidden) if shape.all_sample else hidden[inputs["sample_index"]]
 
     def _write_tables(self, step: Sequence[ScheduledRow]) -> None:
         """Bring the device's block tables up to date."""
@@ -150,24 +158,33 @@ class GpuFlight:
         return results
 
 
-class _DecodeGraph:
-    """Decoding of up to `size` rows, up to their logits, as a CUDA graph."""
+class _FixedStep:
+    """Steps that are computed in one shape, up to what GpuRunner.compute returns."""
 
-    def __init__(self, runner: GpuRunner, size: int, pool: Any) -> None:
-        self.inputs = StepInputs(size, (), None, runner.max_rows, runner.device)
+    def __init__(self, runner: GpuRunner, shape: StepShape) -> None:
+        self.shape = shape
+        self.inputs = StepInputs(shape, runner.max_rows, runner.device)
+        self._runner = runner
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: torch.Tensor
+
+    def capture(self, stream: torch.cuda.Stream, pool: Any) -> Any:
+        """Make it a CUDA graph with memory of `pool`, or of a new one where that is None, after trying it on `stream`. Returns the pool."""
+        runner, device = self._runner, self._runner.device
         self.inputs.send((), runner.block_size, is_hybrid=False)
-        stream = torch.cuda.Stream(runner.device)
-        stream.wait_stream(torch.cuda.current_stream(runner.device))
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # what a kernel's first launch does can't be captured
                 runner.compute(self.inputs)
-        torch.cuda.current_stream(runner.device).wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits = runner.compute(self.inputs)
-        self.pool = self._graph.pool()
+            self._output = runner.compute(self.inputs)
+        return self._graph.pool()
 
-    def replay(self) -> torch.Tensor:
-        """Logits [size, vocab_size] float32, until the next replay of any graph."""
+    def run(self) -> torch.Tensor:
+        """Queue the step that the inputs hold. What it returns is there until the next step of any captured shape."""
+        if self._graph is None:
+            return self._runner.compute(self.inputs)
         self._graph.replay()
-        return self._logits
+        return self._output

@@ -68,7 +68,7 @@ def test_decode(triton_device: str, dtype: torch.dtype, num_heads: int, num_kv_h
     queries = torch.randn(5, num_heads, 32).to(triton_device, dtype)
     gate = random_gate(5, num_heads * 32, queries)
     for optional in (None, gate):
-        result = paged_decode(queries, *cache.tensors, 0.3, gate=optional, config=DecodeConfig(32, splits, 4, 2))
+        result = paged_decode(queries, *cache.tensors, 0.3, gate=optional, config=DecodeConfig(32, splits, 4, 2), early=optional is not None)
         check(result, paged_decode_reference(queries, *cache.tensors, 0.3, gate=optional))
 
 
@@ -110,6 +110,21 @@ def test_prefill(triton_device: str, dtype: torch.dtype, num_heads: int, num_kv_
     gate = random_gate(sum(counts), num_heads * 32, queries)
     result = paged_prefill(queries, *cache.tensors, starts, 20, 0.3, gate=gate, config=PrefillConfig(16, 16, splits, 4, 1))
     check(result, paged_prefill_reference(queries, *cache.tensors, starts, 20, 0.3, gate=gate))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_prefill_of_fewer_rows_and_queries_than_there_is_room_for(triton_device: str, splits: int) -> None:
+    cache = Cache([20, 50, 0, 0], 1, 32, torch.float32, triton_device)
+    layer, tables, slots, lengths = cache.tensors
+    tensors = (layer, tables, torch.where(lengths > 0, slots, -1), lengths)
+    queries = torch.randn(40, 2, 32, device=triton_device)
+    queries[29:] = float("nan")
+    gate = random_gate(40, 64, queries)
+    starts = torch.tensor([0, 20, 29, 29, 29], dtype=torch.int32, device=triton_device)
+    out = torch.full((40, 64), float("nan"), device=triton_device)
+    paged_prefill(queries, *tensors, starts, 40, 0.3, gate=gate, config=PrefillConfig(16, 16, splits, 4, 1), out=out, is_padded=True)
+    check(out[:29], paged_prefill_reference(queries[:29], *tensors, starts, 40, 0.3, gate=gate[:29]))
+    assert not out[29:].any()
 
 
 def test_default_configs(triton_device: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from pocketllm.torch_engine.kernels.causal_conv import chunk_plan, conv_prefill
+from pocketllm.torch_engine.kernels.causal_conv import conv_prefill
+from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
 from pocketllm.torch_engine.kernels.delta_chunks import ChunkConfig
 from pocketllm.torch_engine.kernels.delta_scan import scanned_rule
 from pocketllm.torch_engine.kernels.gated_delta import delta_decode, delta_prefill, gated_delta_reference
@@ -59,6 +59,9 @@ class Layer:
 
     def ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def plan(self, lengths: tuple[int, ...]) -> ChunkPlan:
+        return ChunkPlan.of(lengths, torch.device(self.device))
 
     def reference(
         self, mixed: torch.Tensor, conv: torch.Tensor, recurrent: torch.Tensor, slots: list[int], positions: list[int], lengths: tuple[int, ...]
@@ -120,6 +123,21 @@ def test_decode_with_heads_shared_between_programs(triton_device: str, value_dim
         layer.check(out, wanted, conv, recurrent)
 
 
+def test_one_chunk_in_flight_is_refused() -> None:
+    with pytest.raises(ValueError, match="states_stages is at least 2, not 1"):
+        ChunkConfig(states_stages=1)
+
+
+def test_decode_reads_early_what_earlier_steps_wrote(triton_device: str) -> None:
+    layer = Layer(ODD, triton_device, torch.float32)
+    conv, recurrent = layer.caches()
+    for step in range(2):
+        mixed = layer.mixed(3)
+        wanted = layer.reference(mixed, conv, recurrent, [2, -1, 5], [step, 0, step + 7], (1, 1, 1))
+        out = delta_decode(mixed, layer.conv, layer.recurrent, layer.ints([2, -1, 5]), layer.ints([step, 0, step + 7]), *layer.weights, early=True)
+        layer.check(out, wanted, conv, recurrent)
+
+
 def test_decode_into_part_of_a_matrix(triton_device: str) -> None:
     layer = Layer(SIZES, triton_device, torch.float32)
     conv, recurrent = layer.caches()
@@ -175,7 +193,7 @@ def test_prefill_token_by_token_in_half_precision(triton_device: str) -> None:
     conv, recurrent = layer.caches()
     mixed, positions = layer.mixed(20), list(range(20))
     wanted = layer.reference(mixed, conv, recurrent, [2], positions, (20,))
-    plan = chunk_plan((20,), mixed.device)
+    plan = ChunkPlan.of((20,), mixed.device)
     heads = conv_prefill(mixed, layer.conv, layer.ints([2]), layer.ints(positions), layer.weights[0], SIZES, plan)
     out = mixed.new_empty(20, SIZES.value_size)
     scanned_rule(*heads, mixed, layer.recurrent, layer.ints([2]), *layer.weights[1:], plan, out)
@@ -189,19 +207,36 @@ def check_prefill(layer: Layer, lengths: tuple[int, ...], config: ChunkConfig | 
     positions = [first + place for first, length in zip(firsts, lengths, strict=True) for place in range(length)]
     mixed = layer.mixed(sum(lengths))
     wanted = layer.reference(mixed, conv, recurrent, slots, positions, lengths)
-    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints(slots), layer.ints(positions), lengths, *layer.weights, config=config)
+    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints(slots), layer.ints(positions), layer.plan(lengths), *layer.weights, config=config)
     layer.check(out, wanted, conv, recurrent)
+
+
+@pytest.mark.parametrize("config", [CHUNKED, None], ids=["chunked", "scanned"])
+def test_prefill_in_a_plan_that_holds_more(triton_device: str, config: ChunkConfig | None) -> None:
+    """Rows without tokens, chunks of no row, and tokens of no row, however wild."""
+    layer = Layer(SIZES, triton_device, torch.float32)
+    conv, recurrent = layer.caches()
+    lengths, positions = (3, 65), [*range(7, 10), *range(65), 0, 0, 0]
+    mixed = layer.mixed(71)
+    mixed[68:] = float("nan")
+    wanted = layer.reference(mixed[:68], conv, recurrent, [4, 1], positions, lengths)
+    plan = ChunkPlan(layer.ints([0, 3, 68, 68, 68]), layer.ints([0, 1, 3, 3, 3]), layer.ints([0, 1, 1, -1, -1]))
+    out = torch.full((71, SIZES.value_size), 7.0, device=triton_device)
+    delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([4, 1, -1, -1]), layer.ints(positions), plan, *layer.weights, out=out, config=config)
+    layer.check(out[:68], wanted, conv, recurrent)
+    assert (out[68:] == 7).all()
 
 
 def test_prefill_in_pieces_then_decode_is_one_prefill(triton_device: str) -> None:
     whole, pieces = (Layer(SIZES, triton_device, torch.float32) for _ in range(2))
     mixed = whole.mixed(80)
     positions = whole.ints(list(range(80)))
-    wanted = delta_prefill(mixed, whole.conv, whole.recurrent, whole.ints([2]), positions, (80,), *whole.weights, config=CHUNKED)
+    wanted = delta_prefill(mixed, whole.conv, whole.recurrent, whole.ints([2]), positions, whole.plan((80,)), *whole.weights, config=CHUNKED)
     out, start = [], 0
     for length in (1, 66, 2, 10):
         part = slice(start, start + length)
-        out.append(delta_prefill(mixed[part], pieces.conv, pieces.recurrent, pieces.ints([2]), positions[part], (length,), *pieces.weights, config=CHUNKED))
+        caches = pieces.conv, pieces.recurrent, pieces.ints([2])
+        out.append(delta_prefill(mixed[part], *caches, positions[part], pieces.plan((length,)), *pieces.weights, config=CHUNKED))
         start += length
     out.append(delta_decode(mixed[start:], pieces.conv, pieces.recurrent, pieces.ints([2]), positions[start:], *pieces.weights))
     torch.testing.assert_close(torch.cat(out), wanted, rtol=1e-4, atol=1e-5)
@@ -218,7 +253,7 @@ def test_prefill_of_tokens_that_are_all_the_same(triton_device: str, dtype: torc
     mixed[:, -2 * SIZES.num_value_heads : -SIZES.num_value_heads] = 6.0  # beta near 1
     mixed[:, -SIZES.num_value_heads :] = -8.0  # hardly any decay
     wanted = layer.reference(mixed, conv, recurrent, [1], list(range(128)), (128,))
-    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(128))), (128,), *layer.weights, config=CHUNKED)
+    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(128))), layer.plan((128,)), *layer.weights, config=CHUNKED)
     layer.check(out, wanted, conv, recurrent)
 
 
@@ -228,7 +263,7 @@ def test_strong_decay_neither_overflows_nor_leaves_nan(triton_device: str) -> No
     mixed = layer.mixed(100)
     mixed[:, -SIZES.num_value_heads :] = 500.0
     wanted = layer.reference(mixed, conv, recurrent, [1], list(range(100)), (100,))
-    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(100))), (100,), *layer.weights, config=CHUNKED)
+    out = delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(100))), layer.plan((100,)), *layer.weights, config=CHUNKED)
     layer.check(out, wanted, conv, recurrent)
 
 
@@ -238,15 +273,6 @@ def test_launch_sizes_do_not_change_the_result(triton_device: str) -> None:
         layer = Layer(DeltaNetSizes(1, 2, 16, 64, 4), triton_device, torch.float32)
         mixed = layer.mixed(100)
         config = ChunkConfig(states_values=values)
-        results.append(delta_prefill(mixed, layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(100))), (100,), *layer.weights, config=config))
+        where = layer.conv, layer.recurrent, layer.ints([1]), layer.ints(list(range(100))), layer.plan((100,))
+        results.append(delta_prefill(mixed, *where, *layer.weights, config=config))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-def test_layers_share_a_plan_and_threads_do_not() -> None:
-    """Each engine's thread has a stream of its own."""
-    mine = chunk_plan((3, 70), torch.device("cpu"))
-    assert chunk_plan((3, 70), torch.device("cpu")) is mine
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(chunk_plan, (3, 70), torch.device("cpu")).result()
-    assert other is not mine
-    assert other.chunk_rows.tolist() == mine.chunk_rows.tolist() == [0, 1, 1]

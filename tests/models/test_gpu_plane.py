@@ -17,6 +17,9 @@ from tests.models.variants import VARIANTS
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
+from pocketllm.torch_engine.gpu_runner import GpuRunner
+from pocketllm.torch_engine.step_inputs import StepInputs
+from pocketllm.torch_engine.step_shape import StepShape
 from tests.models.gpu_plane import DEVICE, load, run
 
 IS_GPU = DEVICE.type == "cuda"
@@ -66,3 +69,27 @@ def test_greedy_ids_after_preemption(name: str, tmp_path: Path) -> None:
     assert held is not None
     assert plane.scheduler.num_preemptions > 0
     check_greedy(oracle, prompts, answers, NEW_TOKENS)
+
+
+@pytest.mark.usefixtures("triton_device")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_5-moe"] if IS_GPU else ["qwen3_5"])
+def test_greedy_ids_in_padded_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone, prompts beside answers, and answers alone, each in a shape with room for more; on a GPU as CUDA graphs."""
+    oracle = CASES[name](tmp_path)
+    plane = load(tmp_path, cuda_graphs=False, prefill_chunk_tokens=16)
+    runner = plane.runner
+    assert isinstance(runner, GpuRunner)
+    shapes = [StepShape.decoding(4), StepShape.filling(4, 16, 8)]
+    runner.capture(shapes, lambda done: None)
+    eager = runner.compute
+    used = []
+
+    def compute(inputs: StepInputs) -> Any:
+        used.append(inputs.shape)
+        return eager(inputs)
+
+    monkeypatch.setattr(runner, "compute", compute)
+    prompts = [prompt_of(length, length) for length in (18, 1, 5)]
+    answers = list(run(plane, requests(prompts)).values())
+    check_greedy(oracle, prompts, answers, NEW_TOKENS)
+    assert set(used) == (set() if IS_GPU else set(shapes))

@@ -42,6 +42,7 @@ private:
 
     void multiply(const Tensor& x, const Norm* norm, const CpuMatrix& weight, Epilogue epilogue, const Tensor& out);
     void multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out);
+    void multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out);  // linear_amx.cpp
     void attend_decode(const AttentionCall& call);
     void attend_prefill(const AttentionCall& call);
 

@@ -67,8 +67,8 @@ void prepare(const float* x, std::int64_t stride, int rows, std::int64_t columns
         for (std::int64_t i = 0; i < padded; i += 16) {
             auto value = load_some<L>(from + i, columns - i);
             if (norm) value = L::mul(L::mul(value, scale), load_some<L>(norm->weight + i, columns - i));
-            const std::int64_t at = row * padded + i;
-            if (form == RowForm::bfloat16) L::store_bfloat16(static_cast<std::uint16_t*>(out) + at, value);
+            const std::int64_t at = form == RowForm::tiles ? row / 16 * 16 * padded + i / 32 * 512 + row % 16 * 32 + i % 32 : row * padded + i;
+            if (form == RowForm::bfloat16 || form == RowForm::tiles) L::store_bfloat16(static_cast<std::uint16_t*>(out) + at, value);
             else L::store(static_cast<float*>(out) + at, form == RowForm::float32 ? value : L::round_to_bfloat16(value));
         }
     }

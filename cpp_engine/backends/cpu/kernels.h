@@ -15,7 +15,12 @@ constexpr int kScaleBlock = 128;           // columns of a float8 panel that sha
 constexpr int kDeltaTokens = 64;          // most tokens of one call of delta_rule
 
 // Rows of x as a product reads them.
-enum class RowForm : std::uint8_t { float32, rounded_float32, bfloat16 };  // rounded: to what bfloat16 holds
+enum class RowForm : std::uint8_t {
+    float32,
+    rounded_float32,  // to what bfloat16 holds
+    bfloat16,
+    tiles,            // bfloat16, 16 rows at a time: [columns / 32][16][32]
+};
 
 // A panel is 16 rows of a weight, its columns one after another:
 //   float32, float16   [columns][16]

@@ -7,6 +7,7 @@
 namespace pocket {
 namespace {
 
+constexpr std::int64_t kTiledRows = 5;          // from here on AMX is faster than products of pairs
 constexpr int kRowBlock = 64;                   // rows whose sums a thread holds at once
 constexpr std::int64_t kOwnPreparation = 16384; // values of x that each thread prepares for itself: cheaper than a loop of its own
 
@@ -58,6 +59,7 @@ void CpuDevice::multiply(const Tensor& x, const Norm* norm, const CpuMatrix& wei
 }
 
 void CpuDevice::multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out) {
+    if (isa_ == Isa::amx_bf16 && segment.dtype == DType::bfloat16 && x.rows >= kTiledRows) return multiply_tiles(x, norm, weight, segment, epilogue, out);
     const std::int64_t padded = weight.padded_columns();
     const int rows = static_cast<int>(x.rows);
     const RowForm form = form_of(kernels_, segment.dtype);

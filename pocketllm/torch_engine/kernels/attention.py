@@ -27,6 +27,9 @@ def paged_decode(
     window: int | None = None,
     gate: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """Attention of one query a row to the row's last `lengths` tokens, its own included, which the cache already holds.
 
@@ -40,6 +43,8 @@ def paged_decode(
         window: only this many last tokens are attended to; None is all.
         gate: [num_rows, num_heads * head_dim], rows any stride apart; the result is multiplied by its sigmoid.
         config: how the kernel is cut; None is decode_config's choice.
+        out: where the result goes, contiguous; None makes it.
+        early: whether the cache but for the rows' last tokens, the tables, slots and lengths may be read while the kernel ahead still runs; see launch.py.
 
     Returns:
         [num_rows, num_heads * head_dim] in the cache's dtype.
@@ -48,7 +53,8 @@ def paged_decode(
     num_kv_heads = cache_layer.shape[3]
     group = num_heads // num_kv_heads
     config = config or decode_config(queries, cache_layer, block_tables)
-    out = torch.empty((num_rows, num_heads * head_dim), dtype=queries.dtype, device=queries.device)
+    if out is None:
+        out = queries.new_empty(num_rows, num_heads * head_dim)
     call = _Call(queries, cache_layer, block_tables, row_slots, lengths, scale, window, gate, out, config.splits)
     decode[(num_rows, num_kv_heads, config.splits)](
         *call.tensors,
@@ -56,6 +62,7 @@ def paged_decode(
         GROUP=group,
         PADDED_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_TOKENS=config.block_tokens,
+        EARLY=early,
         **call.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -77,6 +84,9 @@ def paged_prefill(
     window: int | None = None,
     gate: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    is_padded: bool = False,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each row to the row, which the cache already holds.
 
@@ -86,14 +96,20 @@ def paged_prefill(
         lengths: [num_rows] int32, tokens of each row up to its last query.
         max_query: the most queries that a row has.
         config: how the kernel is cut; None is prefill_config's choice.
+        is_padded: there are fewer rows and queries than the shapes say: rows that have no query come last, and after the last row's query come ones that
+            are no row's, whose result is 0.
 
     The other arguments and the result [num_tokens, num_heads * head_dim] are those of paged_decode, with a gate for each token.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_rows = row_slots.shape[0]
-    config = config or prefill_config(queries, cache_layer, block_tables, num_rows, max_query)
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=queries.dtype, device=queries.device)
-    call = _Call(queries, cache_layer, block_tables, row_slots, lengths, scale, window, gate, out, config.splits)
+    # One long row is what leaves most of a GPU idle: a padded call is cut for that.
+    config = config or prefill_config(queries, cache_layer, block_tables, 1 if is_padded else num_rows, max_query)
+    if out is None:
+        out = queries.new_empty(num_tokens, num_heads * head_dim)
+    if is_padded and config.splits == 1:
+        out.zero_()
+    call = _Call(queries, cache_layer, block_tables, row_slots, lengths, scale, window, gate, out, config.splits, is_padded=is_padded)
     # Neighbouring programs are the heads of one stretch of queries, which share tiles of keys and values in the L2 cache.
     prefill[(num_heads * config.splits, triton.cdiv(max_query, config.block_queries), num_rows)](
         *call.tensors,
@@ -126,16 +142,21 @@ class _Call:
         gate: torch.Tensor | None,
         out: torch.Tensor,
         splits: int,
+        *,
+        is_padded: bool = False,
     ) -> None:
         num_queries, num_heads, head_dim = queries.shape
         assert queries.is_contiguous() and block_tables.stride(1) == 1 and cache_layer.stride(4) == 1
         assert queries.dtype == cache_layer.dtype and num_heads % cache_layer.shape[3] == 0
         assert gate is None or gate.stride(1) == 1
+        assert out.is_contiguous()
         self._gate, self._out = gate, out
         partial = logarithms = None
         if splits > 1:
             partial = torch.empty((num_queries, num_heads, splits, head_dim), dtype=torch.float32, device=queries.device)
             logarithms = torch.empty((num_queries, num_heads, splits), dtype=torch.float32, device=queries.device)
+            if is_padded:  # queries of no row have seen nothing
+                logarithms.fill_(-math.inf)
         self._partial, self._logarithms = partial, logarithms
         self.tensors = (queries, cache_layer, block_tables, row_slots, lengths, gate, out, partial, logarithms)
         self.numbers = (

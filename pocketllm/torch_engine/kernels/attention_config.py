@@ -76,7 +76,8 @@ def decode_config(queries: torch.Tensor, cache_layer: torch.Tensor, block_tables
     stages = max(1, min(3, shared // (block_tokens * token_bytes)))
     capacity = block_tables.shape[1] * cache_layer.shape[1]
     splits = min(num_sms // (num_rows * cache_layer.shape[3]), _MAX_SPLITS, triton.cdiv(capacity, block_tokens))
-    return DecodeConfig(block_tokens, max(1, splits), num_warps=4, num_stages=stages)
+    wide = block_tokens * token_bytes >= 64 * 1024  # keys and values of a tile are in registers at once
+    return DecodeConfig(block_tokens, max(1, splits), num_warps=8 if wide else 4, num_stages=stages)
 
 
 def prefill_config(queries: torch.Tensor, cache_layer: torch.Tensor, block_tables: torch.Tensor, num_rows: int, max_query: int) -> PrefillConfig:

@@ -9,7 +9,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.launch import wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import begin_next, wait_for_inputs
+
+
+@triton.jit
+def _see(
+    queries, maxima, sums, values_seen, keys, values, tokens, first_seen, last_seen, scale_log2,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax (see _attend) with the tile of `tokens` added, whose keys and values are [BLOCK_TOKENS, PADDED_DIM]."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    if MASKED:
+        seen = tokens[None, :] <= last_seen[:, None]
+        if WINDOWED:
+            seen = seen & (tokens[None, :] >= first_seen[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    new_maxima = tl.maximum(maxima, tl.max(scores, axis=1) * scale_log2)
+    shift = new_maxima
+    if MASKED:
+        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # a query that has seen nothing yet
+    weights = tl.exp2(scores * scale_log2 - shift[:, None])
+    shrink = tl.exp2(maxima - shift)
+    sums = sums * shrink + tl.sum(weights, axis=1)
+    values_seen = tl.dot(weights.to(values.dtype), values, values_seen * shrink[:, None], input_precision=PRECISION)
+    return new_maxima, sums, values_seen
 
 
 @triton.jit
@@ -58,21 +81,9 @@ def _attend(
         else:
             keys = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
             values = tl.load(places + value_stride, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        if MASKED:
-            seen = tokens[None, :] <= last_seen[:, None]
-            if WINDOWED:
-                seen = seen & (tokens[None, :] >= first_seen[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        new_maxima = tl.maximum(maxima, tl.max(scores, axis=1) * scale_log2)
-        shift = new_maxima
-        if MASKED:
-            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # a query that has seen nothing yet
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        shrink = tl.exp2(maxima - shift)
-        sums = sums * shrink + tl.sum(weights, axis=1)
-        values_seen = tl.dot(weights.to(values.dtype), values, values_seen * shrink[:, None], input_precision=PRECISION)
-        maxima = new_maxima
+        maxima, sums, values_seen = _see(
+            queries, maxima, sums, values_seen, keys, values, tokens, first_seen, last_seen, scale_log2, MASKED, WINDOWED, PRECISION
+        )
     return maxima, sums, values_seen
 
 
@@ -146,12 +157,18 @@ def decode(
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One row, one KV head with all its query heads, one split of the context."""
+    """One row, one KV head with all its query heads, one split of the context.
+
+    With EARLY (launch.py) the first tile of keys and values, all but those of the row's last token, is read while the kernel ahead still runs.
+    """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    wait_for_inputs(PDL)
+    begin_next(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     length = tl.load(lengths + row)
     line = tl.maximum(tl.load(row_slots + row), 0).to(tl.int64)
     first = 0
@@ -163,6 +180,25 @@ def decode(
     end = tl.minimum(begin + share, length)
 
     dims = tl.arange(0, PADDED_DIM)
+    table = block_tables + line * table_stride
+    keys_of_head = cache + kv_head * head_stride
+    tokens = begin + tl.arange(0, BLOCK_TOKENS)
+    inside = tokens < end
+    block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    places = keys_of_head + (block * block_stride + (tokens % BLOCK_SIZE) * token_stride)[:, None] + dims[None, :]
+    present = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    if EARLY:
+        earlier = present & (tokens < length - 1)[:, None]
+        keys = tl.load(places, mask=earlier, other=0.0)
+        values = tl.load(places + value_stride, mask=earlier, other=0.0)
+        wait_for_inputs(PDL)
+        own = present & (tokens == length - 1)[:, None]
+        keys = tl.where(own, tl.load(places, mask=own, other=0.0), keys)
+        values = tl.where(own, tl.load(places + value_stride, mask=own, other=0.0), values)
+    else:
+        keys = tl.load(places, mask=present, other=0.0)
+        values = tl.load(places + value_stride, mask=present, other=0.0)
+
     members = tl.arange(0, PADDED_GROUP)
     heads = kv_head * GROUP + members
     shown = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -171,16 +207,17 @@ def decode(
     sums = tl.zeros([PADDED_GROUP], tl.float32)
     values_seen = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
     last_seen = tl.zeros([PADDED_GROUP], tl.int32) + (end - 1)
+    maxima, sums, values_seen = _see(asked, maxima, sums, values_seen, keys, values, tokens, last_seen, last_seen, scale_log2, True, False, PRECISION)
     maxima, sums, values_seen = _attend(
         asked,
         maxima,
         sums,
         values_seen,
-        cache + kv_head * head_stride,
-        block_tables + line * table_stride,
+        keys_of_head,
+        table,
         last_seen,
         last_seen,
-        begin,
+        begin + BLOCK_TOKENS,
         end,
         end - 1,
         scale_log2,

@@ -6,58 +6,14 @@ is written where none of the tokens that its neighbours still need lies, so the 
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
-
 import torch
 import triton
 import triton.language as tl
 
+from pocketllm.torch_engine.kernels.chunk_plan import CHUNK, ChunkPlan
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes, causal_conv
 
-CHUNK = 64  # tokens of a row that one program takes
 _L2_EPS = tl.constexpr(1e-6)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """How the rows of a prefill are cut into chunks.
-
-    Args:
-        row_starts: [num_rows + 1] int32, where each row's tokens begin.
-        row_chunks: [num_rows + 1] int32, where each row's chunks begin.
-        chunk_rows: [num_chunks] int32, each chunk's row.
-        num_chunks: of all rows.
-        num_rows, num_tokens: sizes.
-    """
-
-    row_starts: torch.Tensor
-    row_chunks: torch.Tensor
-    chunk_rows: torch.Tensor
-    num_chunks: int
-    num_rows: int
-    num_tokens: int
-
-
-def chunk_plan(query_lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
-    """The plan of rows of `query_lengths` tokens, each at least 1. It waits for nothing on the device."""
-    return _chunk_plan(query_lengths, device, threading.get_ident())
-
-
-@lru_cache(maxsize=16)  # the layers of a step share one plan
-def _chunk_plan(query_lengths: tuple[int, ...], device: torch.device, thread: int) -> ChunkPlan:
-    """Each thread, an engine's, has a stream and plans of its own: another stream could read one before it is there, or after its memory has gone on."""
-    starts = [0, *accumulate(query_lengths)]
-    counts = [-(-length // CHUNK) for length in query_lengths]
-    chunks = [0, *accumulate(counts)]
-    rows = [row for row, count in enumerate(counts) for _ in range(count)]
-    table = torch.tensor([*starts, *chunks, *rows], dtype=torch.int32)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    row_starts, row_chunks, chunk_rows = table.split([len(starts), len(chunks), len(rows)])
-    return ChunkPlan(row_starts, row_chunks, chunk_rows, len(rows), len(query_lengths), starts[-1])
 
 
 @triton.jit
@@ -100,6 +56,8 @@ def _conv_kernel(
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     row = tl.load(chunk_rows + chunk)
+    if row < 0:
+        return
     start = tl.load(row_starts + row).to(tl.int64)
     length = tl.load(row_starts + row + 1) - tl.load(row_starts + row)
     first = (chunk - tl.load(row_chunks + row)) * CHUNK  # the chunk's first token, counted in the row
@@ -173,19 +131,19 @@ def conv_prefill(
     Args:
         mixed: [num_tokens, at least conv_dim] of the compute dtype, queries, keys and values first; the last stride is 1.
         conv: [num_slots, conv_kernel, conv_dim] float32, changed in place.
-        state_slots: [num_rows] int32.
+        state_slots: [num_rows] int32; -1 for rows without tokens.
         positions: [num_tokens] int32, of a row's tokens one after another.
         weight: [conv_kernel, conv_dim] float32, the oldest token's first.
         sizes: heads and widths.
-        plan: of the rows.
+        plan: of the rows; tokens after the last row's are none's, and what is returned for them is not written.
 
     Returns:
         Queries of length key_dim ** -0.5 and keys of length 1, [num_tokens, num_key_heads, key_dim], and values
         [num_tokens, num_value_heads, value_dim], of mixed's dtype.
     """
-    query = mixed.new_empty(plan.num_tokens, sizes.num_key_heads, sizes.key_dim)
+    query = mixed.new_empty(mixed.shape[0], sizes.num_key_heads, sizes.key_dim)
     key = torch.empty_like(query)
-    value = mixed.new_empty(plan.num_tokens, sizes.num_value_heads, sizes.value_dim)
+    value = mixed.new_empty(mixed.shape[0], sizes.num_value_heads, sizes.value_dim)
     _conv_kernel[(2 * sizes.num_key_heads + sizes.num_value_heads, plan.num_chunks)](
         mixed,
         conv,

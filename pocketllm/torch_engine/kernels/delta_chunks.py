@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.causal_conv import CHUNK, ChunkPlan, silu, softplus
+from pocketllm.torch_engine.kernels.causal_conv import silu, softplus
+from pocketllm.torch_engine.kernels.chunk_plan import CHUNK, ChunkPlan
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 
 
@@ -31,14 +32,19 @@ class ChunkConfig:
     Args:
         solve_warps, states_warps, read_warps: warps of a program.
         states_values: value channels of a program of `states`, a power of two of at least 32.
-        states_stages: chunks that `states` keeps in flight.
+        states_stages: chunks that `states` keeps in flight, at least 2: with 1 Triton 3.6 stores operands to shared memory right before Hopper's tensor
+            cores read them, its fence behind the barrier instead of ahead of it, and products were seen to be wrong.
     """
 
     solve_warps: int = 4
     states_values: int = 32
     states_warps: int = 4
-    states_stages: int = 2
+    states_stages: int = 3
     read_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.states_stages < 2:
+            raise ValueError(f"states_stages is at least 2, not {self.states_stages}.")
 
 
 @triton.jit
@@ -48,10 +54,12 @@ def _key_head(head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, TILED: t
 
 @triton.jit
 def _chunk(chunk, row_starts, row_chunks, chunk_rows, CHUNK: tl.constexpr):
-    """The chunk's first token and how many tokens it has."""
+    """The chunk's first token and how many tokens it has; none where it is no row's."""
     row = tl.load(chunk_rows + chunk)
-    start = tl.load(row_starts + row) + (chunk - tl.load(row_chunks + row)) * CHUNK
-    return start.to(tl.int64), tl.minimum(tl.load(row_starts + row + 1) - start, CHUNK)
+    known = tl.maximum(row, 0)
+    start = tl.load(row_starts + known) + (chunk - tl.load(row_chunks + known)) * CHUNK
+    length = tl.minimum(tl.load(row_starts + known + 1) - start, CHUNK)
+    return start.to(tl.int64), tl.where(row < 0, 0, length)
 
 
 @triton.jit
@@ -83,6 +91,8 @@ def _solve_kernel(
     BETA: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + 2 * VALUE_HEADS * VALUE_DIM
     head = tl.program_id(0)
     start, length = _chunk(tl.program_id(1), row_starts, row_chunks, chunk_rows, CHUNK)
+    if length == 0:
+        return
     places = tl.arange(0, CHUNK)
     live = places < length
     key_dims, value_dims = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
@@ -222,6 +232,8 @@ def _read_kernel(
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     start, length = _chunk(chunk, row_starts, row_chunks, chunk_rows, CHUNK)
+    if length == 0:
+        return
     places = tl.arange(0, CHUNK)
     live = places < length
     key_dims, value_dims = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
@@ -275,19 +287,19 @@ def chunked_rule(
         query, key, value: what conv_prefill returns.
         mixed: [num_tokens, W], [.. | gate z | beta | decay] after the convolution's channels; the last stride is 1.
         recurrent: [num_slots, num_value_heads, key_dim, value_dim] float32, changed in place.
-        state_slots: [num_rows] int32.
+        state_slots: [num_rows] int32; -1 for rows without tokens.
         decay_rate, dt_bias: [num_value_heads] float32.
         norm_weight: [value_dim] float32.
         eps: of the norm.
         sizes: heads and widths.
-        plan: of the rows.
+        plan: of the rows; tokens after the last row's are none's, and `out` is not written for them.
         out: [num_tokens, value_size] of the compute dtype, written; the last stride is 1.
         config: launch sizes.
     """
     heads, dims = sizes.num_value_heads, (sizes.key_dim, sizes.value_dim)
-    from_state = key.new_empty(plan.num_tokens, heads, sizes.key_dim)
+    from_state = key.new_empty(key.shape[0], heads, sizes.key_dim)
     corrections = torch.empty_like(value)
-    decays = torch.empty(plan.num_tokens, heads, dtype=torch.float32, device=key.device)
+    decays = torch.empty(key.shape[0], heads, dtype=torch.float32, device=key.device)
     states = key.new_empty(plan.num_chunks, heads, *dims)
     rows = (plan.row_starts, plan.row_chunks)
     # Triton 3.6 multiplies wrongly on Hopper where four warps have a right operand of 16 columns and a left one in registers.

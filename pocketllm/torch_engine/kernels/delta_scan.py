@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.causal_conv import ChunkPlan, silu, softplus
+from pocketllm.torch_engine.kernels.causal_conv import silu, softplus
+from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 
 
@@ -41,8 +42,10 @@ def _scan_kernel(
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
     key_dims, value_dims = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
     in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
-    in_state = in_key[:, None] & in_value[None, :]
     slot = tl.load(state_slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    in_state = in_key[:, None] & in_value[None, :]
     matrix = recurrent + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + (key_dims[:, None] * VALUE_DIM + value_dims[None, :])
     state = tl.load(matrix, mask=in_state, other=0.0)
     rate = tl.load(decay_rate + head)
@@ -94,7 +97,7 @@ def scanned_rule(
     out: torch.Tensor,
     num_warps: int = 8,
 ) -> None:
-    """What chunked_rule does, with the same arguments; every slot is at least 0."""
+    """What chunked_rule does, with the same arguments."""
     _scan_kernel[(sizes.num_value_heads, plan.num_rows)](
         query,
         key,

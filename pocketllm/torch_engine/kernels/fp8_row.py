@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pocketllm.torch_engine.kernels.activation import activate
-from pocketllm.torch_engine.kernels.launch import prefetch_lines, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import prefetch_lines, prefetched_rows, wait_for_inputs
 
 
 @triton.jit
@@ -166,13 +166,14 @@ def fp8_row_kernel(
 
     tile = _load_tile(pointers, places, 0, K, EVEN, WORDS)
     up_tile = _load_tile(up_pointers, places, 0, K, EVEN, WORDS) if ACTIVATION else tile
-    if PREFETCH and PDL:
+    if PREFETCH > 0 and PDL:
         LINES: tl.constexpr = triton.next_power_of_2((K // 4 + 31) // 32)
         lines = tl.minimum(tl.arange(0, LINES) * 32, K // 4 - 1)
-        line_pointers = start_of_rows + (rows * STRIDE)[:, None] + lines[None, :]
-        prefetch_lines(line_pointers)
-        if ACTIVATION:
-            prefetch_lines(line_pointers + N.to(tl.int64) * STRIDE)
+        for part in tl.static_range(1 if BLOCK_K >= K else 0, PREFETCH):  # a program's own rows are there already where one tile holds them
+            line_pointers = weight + prefetched_rows(part, N, BLOCK_N, PREFETCH)[:, None] * STRIDE + lines[None, :]
+            prefetch_lines(line_pointers)
+            if ACTIVATION:
+                prefetch_lines(line_pointers + N.to(tl.int64) * STRIDE)
     results = first_row + tl.arange(0, BLOCK_N)
     used = results < N if not FULL else rows >= 0
     added = tl.zeros([BLOCK_N], tl.float32)

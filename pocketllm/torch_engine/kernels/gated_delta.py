@@ -13,10 +13,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.causal_conv import chunk_plan, conv_prefill, ring_conv_reference, silu, softplus
+from pocketllm.torch_engine.kernels.causal_conv import conv_prefill, ring_conv_reference, silu, softplus
+from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
 from pocketllm.torch_engine.kernels.delta_chunks import ChunkConfig, chunked_rule
 from pocketllm.torch_engine.kernels.delta_scan import scanned_rule
-from pocketllm.torch_engine.kernels.launch import capability, launch_options, prefetch_lines, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import begin_next, capability, launch_options, wait_for_inputs
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes, chunked_delta_rule, gated_rms_norm
 
 _L2_EPS = tl.constexpr(1e-6)
@@ -24,27 +25,40 @@ _MAX_HEADS = 2**16  # rows times heads of a step whose heads are shared between 
 
 
 @triton.jit
-def _conv_token(token, ring, weight, channels, mask, position, writes, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
-    """One token's convolution of `channels` in float32, SiLU applied; where `writes`, the ring takes the token.
+def _past_taps(ring, weight, channels, mask, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """What earlier tokens give to a token's convolution of `channels`, and the weights of all taps.
 
     All taps are one block: loads of a vector each are so small that the compiler repeats them in every warp, in the layout of the matrix's rows.
     """
     taps = tl.arange(0, BLOCK_TAPS)
     places = position - (TAPS - 1) + taps
-    own = (taps == TAPS - 1)[:, None] & mask[None, :]
     past = ((taps < TAPS - 1) & (places >= 0))[:, None] & mask[None, :]
-    entries = ring + ((places + TAPS) % TAPS * CHANNELS)[:, None] + channels[None, :]
-    x = tl.load(token + channels[None, :], mask=own, other=0.0).to(tl.float32) + tl.load(entries, mask=past, other=0.0)
-    tl.store(entries, x, mask=own & writes)
+    x = tl.load(ring + ((places + TAPS) % TAPS * CHANNELS)[:, None] + channels[None, :], mask=past, other=0.0)
     weights = tl.load(weight + taps[:, None] * CHANNELS + channels[None, :], mask=(taps < TAPS)[:, None] & mask[None, :], other=0.0)
-    return silu(tl.sum(x * weights, axis=0))
+    return tl.sum(x * weights, axis=0), weights
 
 
 @triton.jit
-def _finish_head(read, z, norm_weight, value_dims, in_value, result, eps, VALUE_DIM: tl.constexpr):
-    """Write the gated norm of what one head has read."""
-    read *= tl.rsqrt(tl.sum(read * read, axis=0) / VALUE_DIM + eps)
-    read *= tl.load(norm_weight + value_dims, mask=in_value, other=0.0) * silu(z)
+def _own_tap(token, channels, mask, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """The token itself, in the line of the last tap; the other lines are zeros."""
+    own = (tl.arange(0, BLOCK_TAPS) == TAPS - 1)[:, None] & mask[None, :]
+    return tl.load(token + channels[None, :], mask=own, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolve(
+    x, past, weights, ring, channels, mask, position, writes, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr
+):  # fmt: skip
+    """The token's convolution in float32, SiLU applied; where `writes`, the ring takes the token."""
+    own = (tl.arange(0, BLOCK_TAPS) == TAPS - 1)[:, None] & mask[None, :]
+    tl.store(tl.broadcast_to(ring + position % TAPS * CHANNELS + channels[None, :], x.shape), x, mask=own & writes)
+    return silu(past + tl.sum(x * weights, axis=0))
+
+
+@triton.jit
+def _finish_head(read, gate, value_dims, in_value, result, eps, VALUE_DIM: tl.constexpr):
+    """Write the norm of what one head has read, times `gate`."""
+    read *= tl.rsqrt(tl.sum(read * read, axis=0) / VALUE_DIM + eps) * gate
     tl.store(result + value_dims, read.to(result.dtype.element_ty), mask=in_value)
 
 
@@ -75,9 +89,12 @@ def _decode_kernel(
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: a row, one value head, BLOCK_VALUE of its value channels, whose part of the matrix is read once and written once.
+
+    With EARLY (launch.py) all but the token is read, and the earlier tokens' part of the convolution computed, while the kernel ahead still runs.
 
     The norm goes over all channels of a head: of the SPLIT programs that share one, the last to arrive computes it, and resets the ticket.
     """
@@ -88,42 +105,58 @@ def _decode_kernel(
     row = tl.program_id(2).to(tl.int64)
     key_dims, value_dims = tl.arange(0, BLOCK_KEY), share * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     places = key_dims[:, None] * VALUE_DIM + value_dims[None, :]
-    if PDL:  # while the kernel ahead ends, fetch the matrix into L2: what L2 holds is never stale, whoever writes it last
-        near = tl.maximum(tl.load(state_slots + row), 0).to(tl.int64)
-        lines = tl.minimum(key_dims * VALUE_DIM + share * BLOCK_VALUE, KEY_DIM * VALUE_DIM - 1)
-        prefetch_lines(recurrent + (near * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + lines)
-    wait_for_inputs(PDL)
+    all_dims = tl.arange(0, BLOCK_VALUE * SPLIT)
+    in_key, in_value, in_head = key_dims < KEY_DIM, value_dims < VALUE_DIM, all_dims < VALUE_DIM
+    if TILED:
+        key_head = head % KEY_HEADS
+        first = head < KEY_HEADS  # one of the value heads that share a key head writes its channels
+    else:
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        first = head % (VALUE_HEADS // KEY_HEADS) == 0
+    first &= share == 0
+    q_channels = key_head * KEY_DIM + key_dims
+    k_channels = KEYS + q_channels
+    v_channels = 2 * KEYS + head * VALUE_DIM + value_dims
+    begin_next(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
 
-    slot = tl.load(state_slots + row).to(tl.int64)
-    in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
+    stored_slot = tl.load(state_slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    slot = tl.maximum(stored_slot, 0)
+    matrix = recurrent + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    ring = conv + slot * (TAPS * CHANNELS)
+    if BLOCK_KEY == KEY_DIM and BLOCK_VALUE * SPLIT == VALUE_DIM:
+        state = tl.load(matrix + places)
+    else:
+        state = tl.load(matrix + places, mask=in_key[:, None] & in_value[None, :], other=0.0)
+    q_past, q_weights = _past_taps(ring, conv_weight, q_channels, in_key, position, CHANNELS, TAPS, BLOCK_TAPS)
+    k_past, k_weights = _past_taps(ring, conv_weight, k_channels, in_key, position, CHANNELS, TAPS, BLOCK_TAPS)
+    v_past, v_weights = _past_taps(ring, conv_weight, v_channels, in_value, position, CHANNELS, TAPS, BLOCK_TAPS)
+    rate = tl.load(decay_rate + head)
+    bias = tl.load(dt_bias + head)
+    norm_scale = tl.load(norm_weight + all_dims, mask=in_head, other=0.0)
+    if EARLY:
+        wait_for_inputs(PDL)
+
     result = out + row * out_stride + head * VALUE_DIM
-    if slot < 0:
+    if stored_slot < 0:
         tl.store(result + value_dims, tl.zeros([BLOCK_VALUE], dtype=out.dtype.element_ty), mask=in_value)
     else:
-        matrix = recurrent + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-        if BLOCK_KEY == KEY_DIM and BLOCK_VALUE * SPLIT == VALUE_DIM:
-            state = tl.load(matrix + places)
-        else:
-            state = tl.load(matrix + places, mask=in_key[:, None] & in_value[None, :], other=0.0)
-
-        position = tl.load(positions + row)
         token = mixed + row * mixed_stride
-        ring = conv + slot * (TAPS * CHANNELS)
-        if TILED:
-            key_head = head % KEY_HEADS
-            first = head < KEY_HEADS  # one of the value heads that share a key head writes its channels
-        else:
-            key_head = head // (VALUE_HEADS // KEY_HEADS)
-            first = head % (VALUE_HEADS // KEY_HEADS) == 0
-        first &= share == 0
-        channels = key_head * KEY_DIM + key_dims
-        q = _conv_token(token, ring, conv_weight, channels, in_key, position, first, CHANNELS, TAPS, BLOCK_TAPS)
-        k = _conv_token(token, ring, conv_weight, KEYS + channels, in_key, position, first, CHANNELS, TAPS, BLOCK_TAPS)
-        v = _conv_token(token, ring, conv_weight, 2 * KEYS + head * VALUE_DIM + value_dims, in_value, position, True, CHANNELS, TAPS, BLOCK_TAPS)
         gates = token + CHANNELS
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32)))
+        q_token = _own_tap(token, q_channels, in_key, TAPS, BLOCK_TAPS)
+        k_token = _own_tap(token, k_channels, in_key, TAPS, BLOCK_TAPS)
+        v_token = _own_tap(token, v_channels, in_value, TAPS, BLOCK_TAPS)
+        b = tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32)
         a = tl.load(gates + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + head).to(tl.float32)
-        decay = tl.exp(tl.load(decay_rate + head) * softplus(a + tl.load(dt_bias + head)))
+        z = tl.load(gates + head * VALUE_DIM + all_dims, mask=in_head, other=0.0).to(tl.float32)
+        k = _convolve(k_token, k_past, k_weights, ring, k_channels, in_key, position, first, CHANNELS, TAPS, BLOCK_TAPS)
+        q = _convolve(q_token, q_past, q_weights, ring, q_channels, in_key, position, first, CHANNELS, TAPS, BLOCK_TAPS)
+        v = _convolve(v_token, v_past, v_weights, ring, v_channels, in_value, position, True, CHANNELS, TAPS, BLOCK_TAPS)
+        beta = 1.0 / (1.0 + tl.exp(-b))
+        decay = tl.exp(rate * softplus(a + bias))
+        gate = norm_scale * silu(z)
 
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + _L2_EPS) * KEY_DIM**-0.5
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + _L2_EPS)
@@ -131,28 +164,24 @@ def _decode_kernel(
         remembered = tl.sum(state * k[:, None], axis=0)
         read = tl.sum(state * q[:, None], axis=0)
         correction = (v - decay * remembered) * beta
+        read = decay * read + tl.sum(q * k, axis=0) * correction
+        place = row * VALUE_HEADS + head
+        reads = partial + place * VALUE_DIM
+        if SPLIT > 1:
+            tl.store(reads + value_dims, read, mask=in_value)
         state = state * decay + k[:, None] * correction[None, :]
         if BLOCK_KEY == KEY_DIM and BLOCK_VALUE * SPLIT == VALUE_DIM:
             tl.store(matrix + places, state)
         else:
             tl.store(matrix + places, state, mask=in_key[:, None] & in_value[None, :])
-        read = decay * read + tl.sum(q * k, axis=0) * correction
-        head_gate = gates + head * VALUE_DIM
         if SPLIT == 1:
-            z = tl.load(head_gate + value_dims, mask=in_value, other=0.0).to(tl.float32)
-            _finish_head(read, z, norm_weight, value_dims, in_value, result, eps, VALUE_DIM)
+            _finish_head(read, gate, all_dims, in_head, result, eps, VALUE_DIM)
         else:
-            place = row * VALUE_HEADS + head
-            reads = partial + place * VALUE_DIM
-            tl.store(reads + value_dims, read, mask=in_value)
             tl.debug_barrier()
             if tl.atomic_add(tickets + place, 1, sem="acq_rel") == SPLIT - 1:
-                all_dims = tl.arange(0, BLOCK_VALUE * SPLIT)
-                in_head = all_dims < VALUE_DIM
                 whole = tl.load(reads + all_dims, mask=in_head, other=0.0, cache_modifier=".cg")
-                z = tl.load(head_gate + all_dims, mask=in_head, other=0.0).to(tl.float32)
                 tl.store(tickets + place, 0)
-                _finish_head(whole, z, norm_weight, all_dims, in_head, result, eps, VALUE_DIM)
+                _finish_head(whole, gate, all_dims, in_head, result, eps, VALUE_DIM)
 
 
 @cache
@@ -176,8 +205,9 @@ def delta_decode(
     sizes: DeltaNetSizes,
     *,
     out: torch.Tensor | None = None,
+    early: bool = False,
     split: int | None = None,
-    num_warps: int = 1,
+    num_warps: int = 2,
 ) -> torch.Tensor:
     """One token of each row: convolution, delta rule and gated norm.
 
@@ -195,6 +225,7 @@ def delta_decode(
         eps: of the norm.
         sizes: heads and widths.
         out: where the result goes, the last stride 1; None makes it.
+        early: whether conv, recurrent, state_slots and positions may be read while the kernel ahead still runs; see launch.py.
         split: programs that share a head, a power of two; None is one for each 32 value channels.
         num_warps: of a program.
 
@@ -238,6 +269,7 @@ def delta_decode(
         BLOCK_KEY=triton.next_power_of_2(sizes.key_dim),
         BLOCK_VALUE=block_value // split,
         SPLIT=split,
+        EARLY=early,
         num_warps=num_warps,
         **launch_options(mixed.device),
     )
@@ -255,7 +287,7 @@ def delta_prefill(
     recurrent: torch.Tensor,
     state_slots: torch.Tensor,
     positions: torch.Tensor,
-    query_lengths: tuple[int, ...],
+    plan: ChunkPlan,
     conv_weight: torch.Tensor,
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
@@ -271,9 +303,9 @@ def delta_prefill(
 
     Args:
         mixed: [num_tokens, ..] as in delta_decode, the rows one after another.
-        state_slots: [num_rows] int32, none of them -1.
+        state_slots: [num_rows] int32; -1 for rows without tokens.
         positions: [num_tokens] int32.
-        query_lengths: tokens of each row, at least 1, together num_tokens.
+        plan: of the rows; tokens after the last row's are none's, and the result is not written for them.
         config: launch sizes of the chunked form; None chooses, and takes tokens one by one where the dtype or the GPU is not one for chunks.
         conv_warps: warps of a program of the convolution.
         The others are delta_decode's.
@@ -283,7 +315,6 @@ def delta_prefill(
     """
     if out is None:
         out = mixed.new_empty(mixed.shape[0], sizes.value_size)
-    plan = chunk_plan(query_lengths, mixed.device)
     query, key, value = conv_prefill(mixed, conv, state_slots, positions, conv_weight, sizes, plan, num_warps=conv_warps)
     rest = (mixed, recurrent, state_slots, decay_rate, dt_bias, norm_weight, eps, sizes, plan, out)
     if config is None and scans(mixed.device, mixed.dtype):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pocketllm.torch_engine.kernels.launch import launch_options, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import begin_next, launch_options, wait_for_inputs
 from pocketllm.torch_engine.layers.rope import rotate
 
 _MANY_TOKENS = 256  # from here on the card is full with several tokens a program
@@ -26,6 +26,8 @@ def prepare_heads(
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     cache_layer: torch.Tensor,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
     """Write each token's keys and values to its slot and give its queries.
 
@@ -37,6 +39,7 @@ def prepare_heads(
         positions: [num_tokens] integers.
         slot_mapping: [num_tokens] integers; a token with -1 is not stored.
         cache_layer: [num_blocks, block_size, 2, num_kv_heads, head_dim].
+        early: whether positions and slot_mapping may be read while the kernel ahead still runs; see launch.py.
 
     Returns:
         [num_tokens, num_heads, head_dim] in the cache's dtype.
@@ -72,6 +75,7 @@ def prepare_heads(
         BLOCK_SIZE=cache_layer.shape[1],
         BLOCK_TOKENS=block_tokens,
         HAS_NORM=query_norm is not None,
+        EARLY=early,
         num_warps=max(1, min(4, block_tokens * padded // 256)),
         **launch_options(heads.device),
     )
@@ -105,6 +109,7 @@ def _prepare_heads(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head, of any of the three kinds, of BLOCK_TOKENS tokens."""
@@ -113,31 +118,37 @@ def _prepare_heads(
     dims = tl.arange(0, PADDED_DIM)
     exists = tokens < num_tokens
     whole = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    wait_for_inputs(PDL)
-    rows = heads + tokens.to(tl.int64)[:, None] * row_stride + first_query + head * HEAD_DIM
-    x = tl.load(rows + dims[None, :], mask=whole, other=0.0).to(tl.float32)
+    begin_next(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the other value of each pair
+    turns = dims < 2 * HALF
+    position = tl.maximum(tl.load(positions + tokens, mask=exists, other=0), 0).to(tl.int64)
+    slots = tl.load(slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)
+    angles = position[:, None] * HALF + tl.where(dims < HALF, dims, dims - HALF)[None, :]
+    turned = exists[:, None] & turns[None, :] & (is_value == 0)
+    turned_cos = tl.load(cos + angles, mask=turned, other=1.0)
+    turned_sin = tl.load(sin + angles, mask=turned, other=0.0)
+    if HAS_NORM:
+        weight = _norm_weight(query_norm, key_norm, dims, dims < HEAD_DIM, is_query)
+        other_weight = _norm_weight(query_norm, key_norm, other, turns, is_query)
+    if EARLY:
+        wait_for_inputs(PDL)
+    rows = heads + tokens.to(tl.int64)[:, None] * row_stride + first_query + head * HEAD_DIM
+    x = tl.load(rows + dims[None, :], mask=whole, other=0.0).to(tl.float32)
     if not is_value:
-        # The other value of each pair comes from the cache line that was just read.
-        other = tl.where(dims < HALF, dims + HALF, dims - HALF)
-        turns = dims < 2 * HALF
-        x_other = tl.load(rows + other[None, :], mask=exists[:, None] & turns[None, :], other=0.0).to(tl.float32)
+        x_other = tl.load(rows + other[None, :], mask=turned, other=0.0).to(tl.float32)  # of the cache line that was just read
         if HAS_NORM:
             factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-            x = x * factor[:, None] * _norm_weight(query_norm, key_norm, dims, dims < HEAD_DIM, is_query)[None, :]
-            x_other = x_other * factor[:, None] * _norm_weight(query_norm, key_norm, other, turns, is_query)[None, :]
-        position = tl.maximum(tl.load(positions + tokens, mask=exists, other=0), 0).to(tl.int64)
-        angles = position[:, None] * HALF + tl.where(dims < HALF, dims, dims - HALF)[None, :]
-        shown = exists[:, None] & turns[None, :]
-        turned_cos = tl.load(cos + angles, mask=shown, other=1.0)
-        turned_sin = tl.load(sin + angles, mask=shown, other=0.0)
+            x = x * factor[:, None] * weight[None, :]
+            x_other = x_other * factor[:, None] * other_weight[None, :]
         x = x * turned_cos + x_other * tl.where((dims < HALF)[None, :], -turned_sin, turned_sin)
     if is_query:
         result = queries + (tokens.to(tl.int64)[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(result, x.to(queries.dtype.element_ty), mask=whole)
     else:
-        slots = tl.load(slot_mapping + tokens, mask=exists, other=-1).to(tl.int64)
         kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
         places = slots // BLOCK_SIZE * block_stride + slots % BLOCK_SIZE * token_stride + kv_head * head_stride + tl.where(is_value, value_stride, 0)
         tl.store(cache + places[:, None] + dims[None, :], x.to(cache.dtype.element_ty), mask=whole & (slots >= 0)[:, None])

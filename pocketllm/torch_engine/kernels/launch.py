@@ -3,6 +3,9 @@
 Programmatic dependent launch (compute capability 9.0 on) lets a kernel begin while the one before it drains. Every kernel launched that way
 calls `wait_for_inputs` once, in every program, before it touches anything that an earlier kernel wrote or still reads; only constants
 (weights) may be read before. A kernel without the switch is launched when all before it are done, as usual, so the two kinds mix.
+
+A kernel that takes EARLY may be told more: that a launch of the usual kind lies between it and whatever wrote the caches and the step's integers,
+except for what the kernel just ahead writes. A step of a model is such a case, for it begins with one of torch's kernels; so is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -66,6 +69,13 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
+def begin_next(PDL: tl.constexpr):
+    """Let the next kernel's programs begin where there is room: for a kernel that has something to wait for before its `wait_for_inputs`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Let the next kernel's programs begin where there is room, and wait until all kernels before this one are done."""
     if PDL:
@@ -77,3 +87,10 @@ def wait_for_inputs(PDL: tl.constexpr):
 def prefetch_lines(pointers):
     """Ask for the 128-byte line at each pointer to be brought into the L2 cache; on NVIDIA GPUs alone, for it is inline assembly."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetched_rows(part, N, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """The rows [BLOCK_N] of N, BLOCK_N a program, that this program has L2 fetch: part 0 is its own, each other one an equal share of the programs on."""
+    block = tl.program_id(0) + part * tl.cdiv(tl.num_programs(0), PARTS)
+    return tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)

@@ -19,14 +19,15 @@ class VectorConfig:
         block_n: rows of the weight a program computes, of gate and up each in a gated product.
         block_k: columns it reads at a time.
         num_warps: of a program.
-        prefetch: whether a program asks for all its weights to be brought into L2 before it waits for its input (with PDL alone).
+        prefetch: 0, or parts that the matrix is cut into, of each of which a program has L2 fetch its share before it waits for its input (with PDL
+            alone): 1 is its own rows, more are those of programs that find no room yet.
         words: 32-bit words of FP8 weights a thread loads at once, 2 or 4: 2 suits a float32 row, that of a product with a norm.
     """
 
     block_n: int
     block_k: int
     num_warps: int = 4
-    prefetch: bool = False
+    prefetch: int = 0
     words: int = 4
 
 
@@ -40,7 +41,7 @@ class MatrixConfig:
         num_warps: of a program.
         num_stages: tiles on their way at a time.
         split: programs that share the columns of the same rows.
-        prefetch: as in `VectorConfig`, for a program's share of the columns.
+        prefetch: whether a program has L2 fetch all its weights before it waits for its input (with PDL alone).
     """
 
     block_n: int
@@ -88,7 +89,7 @@ def vector_config(rows: int, columns: int, itemsize: int, gated: bool, device: D
     elif columns <= widest:
         block_k, num_warps, block_n = whole_row, 8, 4
     else:
-        block_k, num_warps = widest // 2, 4
+        block_k, num_warps = widest // 4, 4  # few enough registers that all programs of 4,096 rows find room at once
         block_n = 4 if gated else 8
     while block_n > 1 and rows * num_warps < block_n * device.num_multiprocessors * 12:  # fewer than 12 warps a multiprocessor
         block_n //= 2
@@ -156,7 +157,8 @@ def candidates(num_rows: int, itemsize: int, gated: bool) -> Iterator[Config]:
                 for num_warps in (1, 2, 4, 8):
                     if 16 <= block_n * block_k * itemsize * (1 + gated) // (32 * num_warps) <= 256:
                         yield VectorConfig(block_n, block_k, num_warps)
-                        yield VectorConfig(block_n, block_k, num_warps, prefetch=True)
+                        yield VectorConfig(block_n, block_k, num_warps, prefetch=1)
+                        yield VectorConfig(block_n, block_k, num_warps, prefetch=2)
                         if itemsize == 1:
                             yield VectorConfig(block_n, block_k, num_warps, words=2)
     for block_n in (16, 32, 64, 128):

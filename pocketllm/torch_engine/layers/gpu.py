@@ -175,6 +175,7 @@ class GpuAttention:
             batch.positions,
             batch.slot_mapping,
             stored,
+            early=True,
         )
         gate = projected[:, : spec.num_heads * spec.head_dim] if spec.gated else None
         return attend(queries, stored, batch, self._scale, spec.window, gate).to(projected.dtype)
@@ -194,17 +195,27 @@ def attend(
         [num_tokens, num_heads * head_dim] in the cache's dtype.
     """
     count = batch.num_decode
-    parts = []
+    out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
     if count:
         rows = batch.row_slots[:count], batch.lengths[:count]
         own_gate = None if gate is None else gate[:count]
-        parts.append(paged_decode(queries[:count], stored, batch.block_tables, *rows, scale, window, own_gate))
-    if batch.query_lengths:
-        rows = batch.row_slots[count:], batch.lengths[count:]
-        own_gate = None if gate is None else gate[count:]
-        longest = max(batch.query_lengths)
-        parts.append(paged_prefill(queries[count:], stored, batch.block_tables, *rows, batch.starts, longest, scale, window, own_gate))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        paged_decode(queries[:count], stored, batch.block_tables, *rows, scale, window, own_gate, out=out[:count], early=True)
+    if (prompts := batch.prompts) is not None:
+        paged_prefill(
+            queries[count:],
+            stored,
+            batch.block_tables,
+            batch.row_slots[count:],
+            batch.lengths[count:],
+            prompts.row_starts,
+            batch.longest_prompt,
+            scale,
+            window,
+            None if gate is None else gate[count:],
+            out=out[count:],
+            is_padded=batch.is_padded,
+        )
+    return out
 
 
 class GpuDeltaNet:
@@ -219,18 +230,22 @@ class GpuDeltaNet:
             weights.norm.eps,
             weights.sizes,
         )
+        self._value_size = weights.sizes.value_size
 
     def __call__(self, projected: torch.Tensor, batch: AnyBatch, cache: KVCache, layer: int) -> torch.Tensor:
         batch, states = cast(DeviceBatch, batch), cast(HybridCache, cache).states
         conv, recurrent = states.conv[layer], states.recurrent[layer]
         count = batch.num_decode
-        parts = []
+        shape = projected.shape[0], self._value_size
+        # Tokens of no row are to be finite in the layers that follow.
+        out = projected.new_zeros(shape) if batch.is_padded and batch.prompts is not None else projected.new_empty(shape)
         if count:
-            parts.append(delta_decode(projected[:count], conv, recurrent, batch.state_slots[:count], batch.positions[:count], *self._arrays))
-        if batch.query_lengths:
+            slots, positions = batch.state_slots[:count], batch.positions[:count]
+            delta_decode(projected[:count], conv, recurrent, slots, positions, *self._arrays, out=out[:count], early=True)
+        if batch.prompts is not None:
             slots, positions = batch.state_slots[count:], batch.positions[count:]
-            parts.append(delta_prefill(projected[count:], conv, recurrent, slots, positions, batch.query_lengths, *self._arrays))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            delta_prefill(projected[count:], conv, recurrent, slots, positions, batch.prompts, *self._arrays, out=out[count:])
+        return out
 
 
 class GpuHead:
