@@ -24,7 +24,7 @@ class ServerProcess:
 
     def __init__(self, *command: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("POCKETLLM_") or name == "POCKETLLM_CACHE"}
-        environment["PYTHONPATH"] = str(ROOT)
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # a native module may be in a build tree
         self.process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -144,7 +144,8 @@ int Session::restore(std::span<const std::int32_t> token_ids) {
     if (options_.enable_prefix_caching && !options_.has_states) {
         found = most;
     } else if (options_.enable_prefix_caching && num_tokens() <= most) {
-        found = static_cast<int>(num_tokens());  // the prompt goes on where the session is
+        found = static_cast<int>(num_tokens());  // the prompt goes on where the session is; another one may go on from here too
+        if (found > 0) keep(false);
     } else if (options_.enable_prefix_caching) {
         Snapshot* best = nullptr;
         for (Snapshot& one : snapshots_) {

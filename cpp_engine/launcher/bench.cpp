@@ -204,6 +204,9 @@ int bench(const Words& words) {
         return 0;
     }
     if (arguments.positional().has_value() == arguments.has("--shape")) throw UsageError{"pocketllm_engine bench needs a CHECKPOINT or a --shape, and not both."};
+    if (const auto names = shape_names(); arguments.has("--shape") && std::find(names.begin(), names.end(), arguments.text("--shape", "")) == names.end()) {
+        throw UsageError{"--shape = " + arguments.text("--shape", "") + " is no shape: there are " + shapes + "."};
+    }
     const std::vector<int> lengths = arguments.integers("--prefill", {512}), batch_sizes = arguments.integers("--batch-sizes", {1, 8});
     const int context = static_cast<int>(arguments.integer("--context", 128, 1, 1 << 24));
     const int tokens = static_cast<int>(arguments.integer("--decode-tokens", 32, 2, 1 << 20));

@@ -42,7 +42,7 @@ def opened(source: Path | Checkpoint, device: str, dtype: str = "float32", *, cu
     plane: dict[str, Any] = {"num_threads": 1} if device == "cpu" else {"cuda_graphs": cuda_graphs}
     options = {"kv_cache_memory": MEMORY, "max_batch_size": 8, "enable_prefix_caching": False, "backend_options": plane, **options}
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
-    backend = select_backend(EngineArgs(dtype=dtype, device=device, **options), checkpoint)
+    backend = select_backend(EngineArgs(backend="torch", dtype=dtype, device=device, **options), checkpoint)
     try:
         backend.load(lambda progress: None)
         assert backend.capabilities.device.startswith(device)

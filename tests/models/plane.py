@@ -25,7 +25,7 @@ WAIT = 60.0
 
 
 def backend_of(path: Path, dtype: str = "float32", **options: Any) -> TorchBackend:
-    backend = select_backend(EngineArgs(dtype=dtype, **{"backend_options": {"num_threads": 1}, **options}), open_checkpoint(path))
+    backend = select_backend(EngineArgs(backend="torch", dtype=dtype, **{"backend_options": {"num_threads": 1}, **options}), open_checkpoint(path))
     assert isinstance(backend, TorchBackend)
     return backend
 

@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @contextmanager
 def backend_of(directory: Path, **options: Any) -> Iterator[TorchBackend]:
-    backend = select_backend(EngineArgs(dtype="float32", backend_options={"num_threads": 1}, **options), open_checkpoint(directory))
+    backend = select_backend(EngineArgs(backend="torch", dtype="float32", backend_options={"num_threads": 1}, **options), open_checkpoint(directory))
     assert isinstance(backend, TorchBackend)
     try:
         backend.load(lambda progress: None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pocketllm.backends import select
 from pocketllm.backends.select import TORCH_ARCHITECTURES, explain, select_backend
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
 from pocketllm.cli.inspect import describe, kv_bytes_per_token, run
@@ -85,10 +89,76 @@ def test_verdicts(tmp_path, write_gguf):
     assert "the tensor w has the type IQ2_XS" in torch_of(iq2)[1]
 
 
-def test_the_cpp_plane_says_why_not(tmp_path):
-    assert "runs Qwen3.5 safetensors, and this is llama" in explain(checkpoint_of(tmp_path))[1].reason
-    reason = explain(checkpoint_of(tmp_path, "qwen3_5"))[1].reason
-    assert "pocketllm_cpp" in reason or "no adapter" in reason
+@pytest.fixture
+def native_module(monkeypatch):
+    """Says whether a native module can be found; it is never imported."""
+
+    def set_it(is_there):
+        find = importlib.util.find_spec
+        there = importlib.machinery.ModuleSpec("pocketllm_cpp", None) if is_there else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: there if name == "pocketllm_cpp" else find(name, *rest))
+        monkeypatch.setattr(select, "_NVIDIA_DRIVER", Path("/no/driver"))
+
+    return set_it
+
+
+def test_the_cpp_plane_says_why_not(tmp_path, native_module):
+    def cpp_of(**options):
+        verdict = explain(checkpoint_of(tmp_path, **options))[1]
+        return verdict.runs, verdict.reason
+
+    native_module(True)
+    assert cpp_of() == (False, "it runs Qwen3.5 safetensors, and this is llama from safetensors")
+    assert cpp_of(architecture="qwen3_5", model_format="gguf") == (False, "it runs Qwen3.5 safetensors, and this is qwen3_5 from gguf")
+    assert not cpp_of(architecture="qwen3_5_moe")[0]
+    assert "the tensor w has the type I8" in cpp_of(architecture="qwen3_5", kind="I8")[1]
+    assert "quantized with 'gptq'" in cpp_of(architecture="qwen3_5", quantization_config={"quant_method": "gptq"})[1]
+    assert cpp_of(architecture="qwen3_5") == (True, "it runs qwen3_5 from safetensors")
+    native_module(False)
+    assert "pocketllm_cpp is not installed: build it" in cpp_of(architecture="qwen3_5_text")[1]
+
+
+@pytest.mark.parametrize(
+    ("is_there", "architecture", "model_format", "options", "plane"),
+    [
+        (True, "qwen3_5", "safetensors", {}, "CppBackend"),
+        (True, "qwen3_5_text", "safetensors", {"device": "cpu", "backend_options": {"num_threads": 1}}, "CppBackend"),
+        (True, "qwen3_5", "safetensors", {"backend": "cpp", "device": "cuda"}, "CppBackend"),  # which refuses the device when it loads
+        (True, "qwen3_5", "safetensors", {"backend": "torch"}, "TorchBackend"),
+        (True, "qwen3_5", "safetensors", {"device": "cuda:1"}, "TorchBackend"),
+        (True, "qwen3_5", "safetensors", {"backend_options": {"native_kernels": False}}, "TorchBackend"),
+        (True, "qwen3_5", "gguf", {}, "TorchBackend"),
+        (True, "llama", "safetensors", {}, "TorchBackend"),
+        (False, "qwen3_5", "safetensors", {}, "TorchBackend"),
+    ],
+)
+def test_auto_takes_the_cpp_plane_where_it_can(tmp_path, native_module, is_there, architecture, model_format, options, plane):
+    native_module(is_there)
+    checkpoint = checkpoint_of(tmp_path, architecture, model_format, vocab_size=100)
+    assert type(select_backend(EngineArgs(**options), checkpoint)).__name__ == plane
+
+
+def test_auto_leaves_a_machine_with_a_gpu_to_torch(tmp_path, native_module, monkeypatch):
+    native_module(True)
+    monkeypatch.setattr(select, "_NVIDIA_DRIVER", tmp_path)
+    checkpoint = checkpoint_of(tmp_path, "qwen3_5", vocab_size=100)
+    assert type(select_backend(EngineArgs(), checkpoint)).__name__ == "TorchBackend"
+    assert type(select_backend(EngineArgs(device="cpu"), checkpoint)).__name__ == "CppBackend"
+
+
+def test_an_explicit_cpp_is_refused_before_anything_is_imported(tmp_path):
+    code = """
+import sys
+from tests.unit.test_inspect import checkpoint_of, EngineArgs, UnsupportedFeatureError, select_backend
+from pathlib import Path
+before = set(sys.modules)
+try:
+    select_backend(EngineArgs(backend="cpp"), checkpoint_of(Path("m"), "qwen3_5", "gguf"))
+except UnsupportedFeatureError as error:
+    print(error.param, {"torch", "pocketllm_cpp"} & (set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "backend set()\n"
 
 
 @pytest.mark.parametrize(
