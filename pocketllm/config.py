@@ -37,7 +37,7 @@ class EngineArgs:
         ConfigurationError: an option is unknown, has the wrong type, or is out of range; `param` names it.
     """
 
-    model: str | None = _option(None, "local directory or file, or a Hugging Face repo id [the embedded SmolLM2-135M-Instruct]")
+    model: str | None = _option(None, "local directory or file, or a Hugging Face repo id [the embedded SmolLM2-135M-Instruct; a small Qwen3.5 for cpp]")
     backend: BackendName = _option("auto", "execution plane; auto takes cpp for Qwen3.5 safetensors when the native module is installed, else torch")
     tokenizer: str | None = _option(None, "local directory or tokenizer.json to use in place of the checkpoint's own tokenizer")
     model_format: ModelFormat = _option("auto", "checkpoint format; auto looks at the files")

@@ -96,7 +96,7 @@ class GenerationService:
         """
         report = progress or _ignore_progress
         refuse_options(args)
-        path = resolve_model(args.model, report)
+        path = resolve_model(args.model, report, args.backend)
         checkpoint = open_checkpoint(path, args.model_format)
         backend = select_backend(args, checkpoint)
         tokenizer = load_tokenizer(checkpoint, args.tokenizer)

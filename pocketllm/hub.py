@@ -58,17 +58,24 @@ DEFAULT_MODEL = EmbeddedModel(
 )
 
 
-def resolve_model(model: str | None, report: ProgressCallback) -> Path:
+NATIVE_DEFAULT = "tiny_qwen3_5_trained"  # a directory
+
+
+def resolve_model(model: str | None, report: ProgressCallback, backend: str = "auto") -> Path:
     """The file or directory of `model`, downloaded if need be.
 
     Args:
         model: an existing path; a Hugging Face repo id, with `:FILE_OR_QUANTIZATION` to pick one of several GGUF files; or None for
             the embedded default.
         report: called with a line for people before each slow step.
+        backend: as in EngineArgs; "cpp" has an embedded default of its own, which comes with the native engine.
 
     Raises:
         ConfigurationError: the path does not exist, or the download failed; one line with the remedy.
     """
+    if model is None and backend == "cpp":
+        report(LoadProgress(0.0, "no --model given: using the small Qwen3.5 that comes with the native engine"))
+        return _native_default()
     if model is None:
         report(LoadProgress(0.0, f"no --model given: using {DEFAULT_MODEL.name} ({DEFAULT_MODEL.license})"))
         return embedded_model(DEFAULT_MODEL, report)
@@ -90,6 +97,17 @@ def resolve_model(model: str | None, report: ProgressCallback) -> Path:
 
     repo_id, _, choice = model.partition(":")
     return fetch_repo(repo_id, choice or None, report)
+
+
+def _native_default() -> Path:
+    package = Path(__file__).parent
+    for directory in (package / "embedded" / NATIVE_DEFAULT, package.parent / "tests" / "models" / NATIVE_DEFAULT):  # a wheel's, a clone's
+        if directory.is_dir():
+            return directory
+    raise ConfigurationError(
+        "The native engine's embedded model is not part of this installation: install with POCKETLLM_BUILD_CPP=1, or give a local path as --model.",
+        param="model",
+    )
 
 
 def embedded_model(model: EmbeddedModel, report: ProgressCallback) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pocketllm.errors import ConfigurationError
-from pocketllm.hub import DEFAULT_MODEL, EmbeddedModel, embedded_model, resolve_model
+from pocketllm.hub import DEFAULT_MODEL, NATIVE_DEFAULT, EmbeddedModel, embedded_model, resolve_model
 from pocketllm.hub_repo import pick_gguf
 
 
@@ -200,3 +200,9 @@ def test_an_unknown_repo_offline_is_one_line_with_the_remedy(tmp_path):
     last = run_offline(tmp_path, "org/name").stderr.strip().splitlines()[-1]
     assert last.startswith("pocketllm.errors.ConfigurationError: huggingface.co/org/name could not be fetched")
     assert last.endswith("give a local path as --model.")
+
+
+def test_the_native_plane_has_a_default_of_its_own() -> None:
+    directory = resolve_model(None, lambda progress: None, "cpp")
+    assert directory.name == NATIVE_DEFAULT
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in directory.iterdir()}
