@@ -4,16 +4,11 @@
 #include <memory>
 #include <vector>
 
+#include "backends/cuda/make_device.h"
 #include "backends/cuda/matrix.h"
 #include "backends/cuda/product_wide.h"
 
 namespace pocket::cuda {
-
-// 0 where there is no driver or no GPU.
-int num_devices() noexcept;
-
-// Device number `ordinal`. Error(unsupported) naming the field "device" where there is none such, or it is older than Turing.
-std::unique_ptr<Device> make_device(int ordinal);
 
 // Memory that operators use between their kernels. It grows where a step needs more than any before, which is why a step is computed once before it is
 // captured; memory that a captured graph may hold is kept.

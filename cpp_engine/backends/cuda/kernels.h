@@ -77,6 +77,8 @@ std::size_t decode_partial_size(const AttentionShape&, int num_rows, int num_spl
 // Queries of the prompt rows' tokens, normalized and rotated, [tokens, num_heads, head_dim] of `dtype`; keys and values to the cache.
 void attention_heads(const Context&, const AttentionCall&, int first_token, int num_tokens, void* queries, DType dtype);
 void attention_prefill_plain(const Context&, const AttentionCall&, int first_token, const void* queries, DType dtype);
+bool takes_flash(const Context&, const AttentionShape&, const KvCache&);
+void attention_prefill_flash(const Context&, const AttentionCall&, int first_token, const void* queries);  // queries of the cache's dtype
 
 // --- Gated DeltaNet ---
 struct DeltaNetCall {
@@ -104,6 +106,6 @@ struct DrawInputs {                                         // device memory, [n
     int mask_stride = 0;
 };
 std::size_t draw_scratch_bytes(int max_samples, std::int64_t vocab_size);                               // zeroed once by the owner
-void draw(const Context&, const Tensor& logits, const DrawInputs&, bool has_cuts, bool has_ranks, void* scratch, int max_samples, SampleOutput* outputs);
+void draw(const Context&, const Tensor& logits, const DrawInputs&, bool has_choices, void* scratch, int max_samples, SampleOutput* outputs);
 
 }  // namespace pocket::cuda

@@ -172,10 +172,15 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
     }
     const int tokens = step.num_tokens - step.num_decode;
     if (tokens > 0) {
-        const DType dtype = DType::float32;
+        const bool is_flash = takes_flash(context_, shape, cache);
+        const DType dtype = is_flash ? cache.dtype : DType::float32;
         void* queries = queries_.take(static_cast<std::size_t>(tokens) * shape.num_heads * shape.head_dim * item_size(dtype));
         attention_heads(context_, call, step.num_decode, tokens, queries, dtype);
-        attention_prefill_plain(context_, call, step.num_decode, queries, dtype);
+        if (is_flash) {
+            attention_prefill_flash(context_, call, step.num_decode, queries);
+        } else {
+            attention_prefill_plain(context_, call, step.num_decode, queries, dtype);
+        }
     }
     after_mixer_ = true;
 }
@@ -219,13 +224,12 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
     auto* top_ps = temperatures + rows;
     auto* top_ks = reinterpret_cast<std::int32_t*>(top_ps + rows);
     std::int32_t *draws = top_ks + rows, *num_logprobs = draws + rows, *mask_rows = num_logprobs + rows;
-    bool has_cuts = false, has_ranks = false;
+    bool has_choices = false;                               // whether a row draws, or ranks alternatives
     std::int32_t line = 0;
     for (std::size_t row = 0; row < rows; ++row) {
         seeds[row] = inputs.seeds[row], temperatures[row] = inputs.temperatures[row], top_ps[row] = inputs.top_ps[row], top_ks[row] = inputs.top_ks[row];
         draws[row] = inputs.draws[row], num_logprobs[row] = inputs.num_logprobs[row], mask_rows[row] = -1;
-        has_cuts = has_cuts || (temperatures[row] > 0 && (top_ks[row] > 0 || top_ps[row] < 1));
-        has_ranks = has_ranks || num_logprobs[row] > 0;
+        has_choices = has_choices || temperatures[row] > 0 || num_logprobs[row] > 0;
         const std::uint32_t* mask = inputs.masks.empty() ? nullptr : inputs.masks[row];
         if (!mask) continue;
         std::memcpy(pinned_ + masks_at + static_cast<std::size_t>(line) * mask_words * sizeof(std::uint32_t), mask, mask_words * sizeof(std::uint32_t));
@@ -248,7 +252,7 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
         call(cudaMemsetAsync(draws_.take(bytes), 0, bytes, context_.stream), "a draw");
     }
     auto* results = reinterpret_cast<SampleOutput*>(device + outputs_at);
-    draw(context_, logits, how, has_cuts, has_ranks, draws_.take(draw_scratch_bytes(max_samples_, max_vocab_size_)), max_samples_, results);
+    draw(context_, logits, how, has_choices, draws_.take(draw_scratch_bytes(max_samples_, max_vocab_size_)), max_samples_, results);
     call(cudaMemcpyAsync(pinned_ + outputs_at, results, rows * sizeof(SampleOutput), cudaMemcpyDeviceToHost, context_.stream), "a draw");
     synchronize();
     std::memcpy(outputs.data(), pinned_ + outputs_at, rows * sizeof(SampleOutput));

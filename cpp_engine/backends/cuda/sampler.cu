@@ -1,12 +1,14 @@
-// From logits to token ids for all rows of a step at once. Sums of noise and logits are compared in float64, as the CPU device does, so that both draw the
-// same id from the same logits.
+// From logits to token ids for all rows of a step at once, as the CPU device and the torch plane draw them.
 //
-// 1. scan: a row's chunks side by side. Each finds its largest logit, the sum of exponentials, and, for a row that draws from all ids, its largest sum of logit
-//    and noise. The last chunk of a row to arrive puts them together, which is all that greedy rows and draws without top_k and top_p need.
-// 2. cut, for the other rows: one block a row finds the place where top_k and top_p cut in the order (logit, largest first; id, lowest first), by counting
-//    digits of the logits' bits from the highest on, and draws from what they keep. The mass of an id is an integer, in units of the largest id's mass / 2^40, so
-//    that its sums do not depend on their order.
-// 3. rank, for rows that asked for alternatives: the same search, for the 20 first ids at most.
+// 1. scan: a row's chunks side by side. Each finds its largest logit, its sums of exponentials, and the largest logit of each thread's few ids, its groups. The
+//    last chunk of a row to arrive puts the row's numbers together, which is all that greedy rows need.
+// 2. choose: one block a row that draws, or that asked for alternatives. The k most likely ids are none below the k-th largest of the groups, so a list of few
+//    hundred is collected and sorted in shared memory. A draw is the id with the largest sum of its scaled logit and of Gumbel noise; without top_k and top_p, the
+//    ids beyond the first kCandidates have one noise together, and their own only where that one wins.
+//
+// A list that would be too long, of equal logits or a large top_k, is not made: then the place of the cut is found in the row itself, by counting digits of the
+// logits' bits from the highest on. There the mass of an id is an integer, in units of the largest id's mass / 2^40, so that sums do not depend on their order.
+// Sums that decide between ids are float64, as the CPU device's are.
 #include "backends/cuda/device_code.cuh"
 
 namespace pocket::cuda {
@@ -15,6 +17,8 @@ namespace {
 
 constexpr int kThreads = 256, kChunk = 4096;
 constexpr int kCutThreads = 1024;
+constexpr int kCandidates = 256;                            // ids with noise of their own
+constexpr int kListSize = 1024;
 constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
 constexpr std::int32_t kNoId = 0x7fffffff;
 constexpr float kLowestLogprob = -9999.0f;                  // finite, since JSON has no infinity
@@ -66,15 +70,16 @@ __device__ Best block_best(Best mine, Best* shared) {
 }
 
 struct Partial {                                            // of one chunk
-    double sum;                                             // best sum of logit and noise, relative to `largest_allowed`
-    float largest, exponentials, largest_allowed;           // exponentials: of raw logits, relative to `largest`
-    std::int32_t largest_id, sum_id;
+    float largest, exponentials;                            // of all ids, the sum relative to `largest`
+    float largest_allowed, scaled;                          // of those that a mask allows, divided by the temperature, relative to `largest_allowed`
+    std::int32_t largest_id;
     std::int32_t is_finite;
 };
 
 struct RowState {
-    float largest, largest_allowed, log_sum;                // log_sum: log of the sum of exp(raw)
-    std::int32_t id, is_finite;
+    double log_scaled;                                      // log of the sum of exp((logit - largest_allowed) / temperature) over the allowed ids
+    float largest_allowed, log_sum;                         // log_sum: log of the sum of exp(logit)
+    std::int32_t is_finite;
 };
 
 struct Row {
@@ -90,12 +95,9 @@ __device__ __forceinline__ Row row_at(const void* logits, std::int64_t stride, i
 }
 
 __device__ __forceinline__ bool is_greedy(const DrawInputs& how, int row) { return how.temperatures[row] < 1e-20f || how.top_ks[row] == 1; }
-__device__ __forceinline__ bool has_cut(const DrawInputs& how, int row, int vocab_size) {
-    return !is_greedy(how, row) && ((how.top_ks[row] > 0 && how.top_ks[row] < vocab_size) || how.top_ps[row] < 1.0f);
-}
-
+// groups [rows, 2, chunks * kThreads]: the largest of all ids, then of the allowed ones.
 __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, Partial* partials, RowState* states,
-                                                       std::int32_t* tickets, SampleOutput* outputs) {
+                                                       float* groups, std::int32_t* tickets, SampleOutput* outputs) {
     __shared__ float floats[32];
     __shared__ Best bests[32];
     __shared__ bool is_last;
@@ -104,50 +106,53 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
     const int row = blockIdx.y, chunk = blockIdx.x, num_chunks = gridDim.x;
     const Row mine = row_at(logits, stride, vocab_size, how, row);
     constexpr int kEach = kChunk / kThreads;
-    float values[kEach], largest = -INFINITY;
+    float values[kEach], largest = -INFINITY, largest_allowed = -INFINITY;
     bool finite = true;
     Best greedy;
 #pragma unroll
     for (int index = 0; index < kEach; ++index) {
         const int id = chunk * kChunk + index * kThreads + static_cast<int>(threadIdx.x);
         values[index] = id < vocab_size ? mine.logits[id] : -INFINITY;
-        if (id >= vocab_size) continue;
         finite = finite && values[index] < INFINITY;        // false for NaN too; minus infinity is an id that is never drawn
         largest = fmaxf(largest, values[index]);
-        if (mine.allows(id) && values[index] > -INFINITY) greedy.offer(values[index], id);
+        if (id < vocab_size && mine.allows(id)) {
+            largest_allowed = fmaxf(largest_allowed, values[index]);
+            if (values[index] > -INFINITY) greedy.offer(values[index], id);
+        }
     }
+    const std::int64_t group = static_cast<std::int64_t>(row) * 2 * num_chunks * kThreads + chunk * kThreads + threadIdx.x;
+    const bool draws = !is_greedy(how, row);
+    if (how.num_logprobs[row] > 0) groups[group] = largest;
+    if (draws) groups[group + num_chunks * kThreads] = largest_allowed;
     finite = __syncthreads_and(finite);
     greedy = block_best(greedy, bests);
+    largest_allowed = greedy.id == kNoId ? -INFINITY : static_cast<float>(greedy.sum);
     largest = warp_max(largest);
     if ((threadIdx.x & 31) == 0) floats[threadIdx.x >> 5] = largest;
     __syncthreads();
     largest = warp_max((threadIdx.x & 31) < kThreads / 32 ? floats[threadIdx.x & 31] : -INFINITY);
     __syncthreads();
-    float exponentials = 0.0f;
-    Best drawn;
-    const bool draws_all = !is_greedy(how, row) && !has_cut(how, row, vocab_size) && greedy.id != kNoId;
-    const double inverse = draws_all ? 1.0 / static_cast<double>(how.temperatures[row]) : 0.0;
-    const std::uint64_t stream = draws_all ? stream_of(how.seeds[row], how.draws[row]) : 0;
+    float exponentials = 0.0f, scaled = 0.0f;
+    const float inverse = draws ? 1.0f / how.temperatures[row] : 1.0f;
 #pragma unroll
     for (int index = 0; index < kEach; ++index) {
         const int id = chunk * kChunk + index * kThreads + static_cast<int>(threadIdx.x);
-        if (id >= vocab_size || !finite) continue;
-        if (values[index] == -INFINITY) continue;
+        if (!finite || values[index] == -INFINITY) continue;
         exponentials += expf(values[index] - largest);
-        if (draws_all && mine.allows(id)) offer_draw(drawn, stream, values[index], static_cast<float>(greedy.sum), inverse, id);
+        if (draws && mine.allows(id)) scaled += expf((values[index] - largest_allowed) * inverse);
     }
     exponentials = block_sum(exponentials, floats);
-    if (draws_all) drawn = block_best(drawn, bests);
+    __syncthreads();
+    scaled = block_sum(scaled, floats);
     Partial* parts = partials + static_cast<std::int64_t>(row) * num_chunks;
     if (threadIdx.x == 0) {
-        parts[chunk] = {drawn.sum, largest, exponentials, static_cast<float>(greedy.sum), greedy.id, drawn.id, finite};
+        parts[chunk] = {largest, exponentials, largest_allowed, scaled, greedy.id, finite};
         __threadfence();
         is_last = atomicAdd(&tickets[row], 1) == num_chunks - 1;
     }
     __syncthreads();
-    if (!is_last) return;
+    if (!is_last || threadIdx.x >= 32) return;
     __threadfence();
-    if (threadIdx.x >= 32) return;
     const volatile Partial* all = parts;
     bool all_finite = true;
     float most = -INFINITY;
@@ -155,29 +160,28 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
     for (int other = threadIdx.x; other < num_chunks; other += 32) {
         all_finite = all_finite && all[other].is_finite;
         most = fmaxf(most, all[other].largest);
-        best.offer(all[other].largest_allowed, all[other].largest_id);
+        if (all[other].largest_id != kNoId) best.offer(all[other].largest_allowed, all[other].largest_id);
     }
     all_finite = __all_sync(0xffffffffu, all_finite);
     most = warp_max(most);
     for (int step = 16; step; step >>= 1) best.offer(__shfl_xor_sync(0xffffffffu, best.sum, step), __shfl_xor_sync(0xffffffffu, best.id, step));
-    float total = 0.0f;
-    Best choice;
-    for (int other = threadIdx.x; other < num_chunks; other += 32) {
-        if (all[other].largest > -INFINITY) total += all[other].exponentials * expf(all[other].largest - most);
-        if (all[other].sum_id != kNoId)
-            choice.offer((static_cast<double>(all[other].largest_allowed) - best.sum) / static_cast<double>(how.temperatures[row]) + all[other].sum, all[other].sum_id);
+    double total = 0.0, total_scaled = 0.0;
+    for (int other = threadIdx.x; other < num_chunks && all_finite; other += 32) {
+        if (all[other].largest > -INFINITY) total += all[other].exponentials * exp(static_cast<double>(all[other].largest) - most);
+        if (all[other].largest_id != kNoId) total_scaled += all[other].scaled * exp((static_cast<double>(all[other].largest_allowed) - best.sum) * inverse);
     }
-    total = warp_sum(total);
-    for (int step = 16; step; step >>= 1) choice.offer(__shfl_xor_sync(0xffffffffu, choice.sum, step), __shfl_xor_sync(0xffffffffu, choice.id, step));
+    for (int step = 16; step; step >>= 1) {
+        total += __shfl_xor_sync(0xffffffffu, total, step);
+        total_scaled += __shfl_xor_sync(0xffffffffu, total_scaled, step);
+    }
     if (threadIdx.x == 0) {
         tickets[row] = 0;
-        const bool can_draw = all_finite && best.id != kNoId;  // a mask may leave nothing, which fails the row as well
-        const std::int32_t id = !can_draw ? -1 : choice.id != kNoId ? choice.id : best.id;
-        const float log_sum = most + logf(total);
-        states[row] = {most, static_cast<float>(best.sum), log_sum, id, can_draw};
-        outputs[row].token_id = id;
+        const bool can_draw = all_finite && best.id != kNoId;  // a mask that leaves nothing fails the row as well
+        const float log_sum = static_cast<float>(most + log(total));
+        states[row] = {log(total_scaled), static_cast<float>(best.sum), log_sum, can_draw};
+        outputs[row].token_id = can_draw ? best.id : -1;
         outputs[row].is_finite = can_draw;
-        outputs[row].logprob = id < 0 ? 0.0f : fmaxf(mine.logits[id] - log_sum, kLowestLogprob);
+        outputs[row].logprob = can_draw ? fmaxf(mine.logits[best.id] - log_sum, kLowestLogprob) : 0.0f;
         outputs[row].num_top = 0;
     }
 }
@@ -204,16 +208,46 @@ struct Cut {
     __device__ __forceinline__ bool keeps(std::uint32_t other, std::int32_t id) const { return other > order || (other == order && id <= last_id); }
 };
 
-struct SearchMemory {
+struct Memory {                                             // of a block that chooses
     unsigned long long bins[kDigits];
-    unsigned long long total;
+    unsigned long long total, wanted;
     std::uint32_t prefix;
-    unsigned long long wanted;
-    std::int32_t low, high;
+    std::int32_t count;
+    unsigned long long keys[kListSize];
+    double masses[kListSize];
+    double doubles[32];
+    Best bests[32];
 };
 
+// The digit at which counting from the highest bin on reaches `wanted`, into memory.prefix; what is still wanted of it, and what it holds. All threads.
+__device__ void find_digit(Memory& memory, std::uint32_t prefix, int shift, unsigned long long wanted) {
+    constexpr int kEach = kDigits / 32;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const int highest = kDigits - 1 - static_cast<int>(threadIdx.x) * kEach;  // lane 0 has the highest bins
+        unsigned long long own = 0;
+        for (int index = 0; index < kEach; ++index) own += memory.bins[highest - index];
+        unsigned long long above = own;
+        for (int step = 1; step < 32; step *= 2) {
+            const unsigned long long other = __shfl_up_sync(0xffffffffu, above, step);
+            if (static_cast<int>(threadIdx.x) >= step) above += other;
+        }
+        const unsigned long long total = __shfl_sync(0xffffffffu, above, 31);
+        above -= own;
+        if (wanted > total) wanted = total;                 // there are no more: through the lowest that holds any
+        if (own && above < wanted && above + own >= wanted) {
+            int bin = highest;
+            while (above + memory.bins[bin] < wanted) above += memory.bins[bin--];
+            memory.prefix = prefix | static_cast<std::uint32_t>(bin) << shift;
+            memory.wanted = wanted - above;
+            memory.total = memory.bins[bin];
+        }
+    }
+    __syncthreads();
+}
+
 // The smallest set of first ids, within `within`, that measures at least `wanted`. All threads of the block take part.
-__device__ Cut search(const Row& row, const Cut& within, const Measure& measure, unsigned long long wanted, SearchMemory& memory) {
+__device__ Cut search(const Row& row, const Cut& within, const Measure& measure, unsigned long long wanted, Memory& memory) {
     std::uint32_t prefix = 0, known = 0;                    // digits found so far, and a mask of them
     for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
         __syncthreads();
@@ -227,17 +261,7 @@ __device__ Cut search(const Row& row, const Cut& within, const Measure& measure,
             const unsigned long long weight = measure.of(value);
             if (weight) atomicAdd(&memory.bins[order >> shift & (kDigits - 1)], weight);
         }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            unsigned long long above = 0;
-            int bin = kDigits - 1, lowest = 0;
-            while (lowest < kDigits - 1 && memory.bins[lowest] == 0) ++lowest;
-            while (bin > lowest && above + memory.bins[bin] < wanted) above += memory.bins[bin--];
-            memory.prefix = prefix | static_cast<std::uint32_t>(bin) << shift;
-            memory.wanted = wanted > above ? wanted - above : 1;
-            memory.total = memory.bins[bin];
-        }
-        __syncthreads();
+        find_digit(memory, prefix, shift, wanted);
         prefix = memory.prefix, wanted = memory.wanted, known |= static_cast<std::uint32_t>(kDigits - 1) << shift;
     }
     Cut cut = {prefix, kNoId};
@@ -266,99 +290,203 @@ __device__ Cut search(const Row& row, const Cut& within, const Measure& measure,
     return cut;
 }
 
-__global__ __launch_bounds__(kCutThreads) void cut_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, const RowState* states,
-                                                         SampleOutput* outputs) {
-    __shared__ SearchMemory memory;
-    __shared__ Best bests[32];
-    let_next_start();
-    wait_for_inputs();
-    const int row = blockIdx.x;
-    const RowState state = states[row];
-    if (!has_cut(how, row, vocab_size) || state.id < 0) return;
-    const Row mine = row_at(logits, stride, vocab_size, how, row);
-    Measure mass;
-    mass.by_mass = true, mass.largest = state.largest_allowed, mass.inverse = 1.0f / how.temperatures[row];
-    Cut cut;
-    if (how.top_ks[row] > 0 && how.top_ks[row] < vocab_size) cut = search(mine, cut, Measure(), static_cast<unsigned long long>(how.top_ks[row]), memory);
-    if (how.top_ps[row] < 1.0f) {
+__device__ __forceinline__ unsigned long long key_of(float value, std::int32_t id) {
+    return static_cast<unsigned long long>(order_of(value)) << 32 | (0xffffffffu - static_cast<std::uint32_t>(id));
+}
+__device__ __forceinline__ std::int32_t id_of(unsigned long long key) { return static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(key)); }
+
+// The `wanted` most likely ids that may be drawn, fewer where there are no more, sorted in memory.keys; -1 where the list would be too long.
+__device__ int collect(const Row& row, const float* groups, int num_groups, int wanted, Memory& memory) {
+    if (wanted > kListSize / 2) return -1;
+    std::uint32_t prefix = 0, known = 0;
+    unsigned long long left = static_cast<unsigned long long>(wanted);
+    for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
         __syncthreads();
-        if (threadIdx.x == 0) memory.total = 0;
+        for (int bin = threadIdx.x; bin < kDigits; bin += kCutThreads) memory.bins[bin] = 0;
         __syncthreads();
-        unsigned long long units = 0;
-        for (std::int32_t id = threadIdx.x; id < vocab_size; id += kCutThreads) {
-            const float value = mine.logits[id];
-            if (mine.allows(id) && cut.keeps(order_of(value), id)) units += mass.of(value);
+        for (int group = threadIdx.x; group < num_groups; group += kCutThreads) {
+            const std::uint32_t order = order_of(groups[group]);
+            if ((order & known) == prefix) atomicAdd(&memory.bins[order >> shift & (kDigits - 1)], 1ull);
         }
-        if (units) atomicAdd(&memory.total, units);
-        __syncthreads();
-        const double share = static_cast<double>(memory.total) * static_cast<double>(how.top_ps[row]);
-        const unsigned long long wanted = share < 1.0 ? 1ull : static_cast<unsigned long long>(share);
-        cut = search(mine, cut, mass, wanted, memory);
+        find_digit(memory, prefix, shift, left);
+        prefix = memory.prefix, left = memory.wanted, known |= static_cast<std::uint32_t>(kDigits - 1) << shift;
     }
-    const double inverse = 1.0 / static_cast<double>(how.temperatures[row]);
-    const std::uint64_t stream = stream_of(how.seeds[row], how.draws[row]);
-    Best best;
-    for (std::int32_t id = threadIdx.x; id < vocab_size; id += kCutThreads) {
-        const float value = mine.logits[id];
-        if (mine.allows(id) && cut.keeps(order_of(value), id)) offer_draw(best, stream, value, state.largest_allowed, inverse, id);
+    __syncthreads();
+    if (threadIdx.x == 0) memory.count = 0;
+    memory.keys[threadIdx.x] = 0;
+    __syncthreads();
+    for (int group = threadIdx.x; group < num_groups; group += kCutThreads) {
+        if (order_of(groups[group]) < prefix) continue;
+        for (int index = 0; index < kChunk / kThreads; ++index) {
+            const std::int32_t id = group / kThreads * kChunk + index * kThreads + group % kThreads;
+            if (id >= row.vocab_size || !row.allows(id)) continue;
+            const float value = row.logits[id];
+            if (value == -INFINITY || order_of(value) < prefix) continue;
+            const int place = atomicAdd(&memory.count, 1);
+            if (place < kListSize) memory.keys[place] = key_of(value, id);
+        }
     }
-    best = block_best(best, bests);
-    if (threadIdx.x == 0) {
-        outputs[row].token_id = best.id;
-        outputs[row].logprob = fmaxf(mine.logits[best.id] - state.log_sum, kLowestLogprob);
+    __syncthreads();
+    const int count = memory.count;
+    if (count > kListSize) return -1;
+    for (int size = 2; size <= kListSize; size *= 2) {      // bitonic, largest first; unused places are 0 and go last
+        for (int step = size / 2; step; step /= 2) {
+            const int other = static_cast<int>(threadIdx.x) ^ step;
+            const unsigned long long mine = memory.keys[threadIdx.x], theirs = memory.keys[other];
+            const bool takes_larger = ((threadIdx.x & size) == 0) == ((threadIdx.x & step) == 0);
+            __syncthreads();
+            memory.keys[threadIdx.x] = takes_larger == (mine > theirs) ? mine : theirs;
+            __syncthreads();
+        }
     }
+    return min(count, wanted);
 }
 
-__global__ __launch_bounds__(kCutThreads) void rank_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, const RowState* states,
-                                                          SampleOutput* outputs) {
-    __shared__ SearchMemory memory;
-    __shared__ std::int32_t ids[32], count;
+__device__ double block_total(double value, double* shared) {
+    for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(0xffffffffu, value, step);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = value;
+    __syncthreads();
+    double total = 0.0;
+    for (int warp = 0; warp < kCutThreads / 32; ++warp) total += shared[warp];
+    return total;
+}
+
+__device__ std::int32_t draw_row(const Row& row, const RowState& state, const DrawInputs& how, int index, const float* groups, int num_groups, Memory& memory) {
+    const double temperature = how.temperatures[index], top_p = how.top_ps[index];
+    const int top_k = how.top_ks[index];
+    const bool is_cut = top_k > 0 && top_k < row.vocab_size;
+    const std::uint64_t stream = stream_of(how.seeds[index], how.draws[index]);
+    const auto scaled = [&](float logit) { return (static_cast<double>(logit) - static_cast<double>(state.largest_allowed)) / temperature; };
+    const int first_count = is_cut ? top_k : kCandidates;
+    int count = collect(row, groups, num_groups, first_count, memory);
+    Cut cut;                                                // of what is taken from the row, where there is no list
+    if (count < 0) cut = search(row, cut, Measure(), static_cast<unsigned long long>(first_count), memory);
+    // What `work` is called with: each id of the list, or of the row as far as the cut keeps it.
+    const auto for_each = [&](const auto& work) {
+        if (count >= 0) {
+            if (static_cast<int>(threadIdx.x) < count) {
+                const std::int32_t id = id_of(memory.keys[threadIdx.x]);
+                work(row.logits[id], id);
+            }
+            return;
+        }
+        for (std::int32_t id = threadIdx.x; id < row.vocab_size; id += kCutThreads) {
+            const float value = row.logits[id];
+            if (row.allows(id) && value > -INFINITY && cut.keeps(order_of(value), id)) work(value, id);
+        }
+    };
+    double mass = 0.0;                                      // of those ids, in units of the largest one's
+    for_each([&](float value, std::int32_t) { mass += exp(scaled(value)); });
+    mass = block_total(mass, memory.doubles);
+    const double all = exp(state.log_scaled), total = is_cut ? mass : all;
+    if (top_p < 1.0) {
+        if (count >= 0 && (is_cut || mass >= top_p * total)) {
+            if (static_cast<int>(threadIdx.x) < count) memory.masses[threadIdx.x] = exp(scaled(row.logits[id_of(memory.keys[threadIdx.x])])) / total;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                double reached = 0.0;
+                int size = 0;
+                while (size < count && reached < top_p) reached += memory.masses[size++];  // the id that crosses top_p is kept
+                memory.count = max(size, 1);
+            }
+            __syncthreads();
+            count = memory.count;
+        } else {
+            Measure measure;
+            measure.by_mass = true, measure.largest = state.largest_allowed, measure.inverse = static_cast<float>(1.0 / temperature);
+            const double units = total * top_p * 0x1p40;
+            const Cut within = is_cut ? cut : Cut();
+            cut = search(row, within, measure, units < 1.0 ? 1ull : static_cast<unsigned long long>(units), memory);
+            count = -1;
+        }
+    }
+    Best best;
+    for_each([&](float value, std::int32_t id) { best.offer(scaled(value) + exact_noise(splitmix64(stream, static_cast<std::uint64_t>(id) + 1) >> 11), id); });
+    best = block_best(best, memory.bests);
+    const double rest = is_cut || top_p < 1.0 ? 0.0 : fmax(0.0, 1.0 - mass / total);
+    if (rest == 0.0 || best.sum - log(total) >= log(rest) + exact_noise(splitmix64(stream, 0) >> 11)) return best.id;
+    // One of the others: each with its own noise.
+    const unsigned long long last = count > 0 ? memory.keys[count - 1] : static_cast<unsigned long long>(cut.order) << 32 | (0xffffffffu - static_cast<std::uint32_t>(cut.last_id));
+    Best other;
+    const double inverse = 1.0 / temperature;
+    for (std::int32_t id = threadIdx.x; id < row.vocab_size; id += kCutThreads) {
+        const float value = row.logits[id];
+        if (row.allows(id) && value > -INFINITY && key_of(value, id) < last) offer_draw(other, stream, value, state.largest_allowed, inverse, id);
+    }
+    other = block_best(other, memory.bests);
+    return other.id == kNoId ? best.id : other.id;
+}
+
+__global__ __launch_bounds__(kCutThreads) void choose_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, const RowState* states,
+                                                            const float* groups, int num_groups, SampleOutput* outputs) {
+    __shared__ Memory memory;
     let_next_start();
     wait_for_inputs();
-    const int row = blockIdx.x, wanted = min(min(how.num_logprobs[row], 20), vocab_size);
-    const RowState state = states[row];
-    if (wanted <= 0 || !state.is_finite) return;
-    Row mine = row_at(logits, stride, vocab_size, how, row);
-    mine.mask = nullptr;                                    // alternatives are ranked before the mask
-    const Cut cut = search(mine, Cut(), Measure(), static_cast<unsigned long long>(wanted), memory);
-    __syncthreads();
-    if (threadIdx.x == 0) count = 0;
-    __syncthreads();
-    for (std::int32_t id = threadIdx.x; id < vocab_size; id += kCutThreads)
-        if (cut.keeps(order_of(mine.logits[id]), id)) ids[atomicAdd(&count, 1)] = id;
-    __syncthreads();
-    if (threadIdx.x < wanted) {
-        const std::int32_t id = ids[threadIdx.x];
-        const std::uint32_t order = order_of(mine.logits[id]);
-        int rank = 0;
-        for (int other = 0; other < wanted; ++other) {
-            const std::uint32_t other_order = order_of(mine.logits[ids[other]]);
-            rank += other_order > order || (other_order == order && ids[other] < id);
+    const int index = blockIdx.x, wanted = min(min(how.num_logprobs[index], 20), vocab_size);
+    const RowState state = states[index];
+    if (!state.is_finite) return;
+    Row row = row_at(logits, stride, vocab_size, how, index);
+    const float* own = groups + static_cast<std::int64_t>(index) * 2 * num_groups;
+    if (!is_greedy(how, index)) {
+        const std::int32_t id = draw_row(row, state, how, index, own + num_groups, num_groups, memory);
+        if (threadIdx.x == 0) {
+            outputs[index].token_id = id;
+            outputs[index].logprob = fmaxf(row.logits[id] - state.log_sum, kLowestLogprob);
         }
-        outputs[row].top_ids[rank] = id;
-        outputs[row].top_logprobs[rank] = fmaxf(mine.logits[id] - state.log_sum, kLowestLogprob);
-        if (threadIdx.x == 0) outputs[row].num_top = wanted;
     }
+    if (wanted <= 0) return;
+    row.mask = nullptr;                                     // alternatives are ranked before the mask
+    int count = collect(row, own, num_groups, wanted, memory);
+    if (count < 0) {                                        // very many equal logits
+        const Cut cut = search(row, Cut(), Measure(), static_cast<unsigned long long>(wanted), memory);
+        __syncthreads();
+        if (threadIdx.x == 0) memory.count = 0;
+        __syncthreads();
+        for (std::int32_t id = threadIdx.x; id < vocab_size; id += kCutThreads)
+            if (cut.keeps(order_of(row.logits[id]), id)) memory.keys[atomicAdd(&memory.count, 1)] = key_of(row.logits[id], id);
+        __syncthreads();
+        count = memory.count;
+    }
+    if (static_cast<int>(threadIdx.x) < count) {
+        const unsigned long long key = memory.keys[threadIdx.x];
+        int rank = 0;
+        for (int other = 0; other < count; ++other) rank += memory.keys[other] > key;
+        outputs[index].top_ids[rank] = id_of(key);
+        outputs[index].top_logprobs[rank] = fmaxf(row.logits[id_of(key)] - state.log_sum, kLowestLogprob);
+    }
+    if (threadIdx.x == 0) outputs[index].num_top = count;
 }
 
 int num_chunks_of(std::int64_t vocab_size) { return ceil_div(vocab_size, kChunk); }
-std::size_t tickets_bytes(int num_samples) { return (static_cast<std::size_t>(num_samples) * sizeof(std::int32_t) + 63) / 64 * 64; }
-std::size_t partial_bytes(int num_samples, std::int64_t vocab_size) { return static_cast<std::size_t>(num_samples) * num_chunks_of(vocab_size) * sizeof(Partial); }
+
+// Where a draw's scratch has what: tickets first, which are the same for every size of a step.
+struct Layout {
+    std::size_t partials, states, groups, end;
+    Layout(int max_samples, std::int64_t vocab_size) {
+        const auto align = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
+        const std::size_t rows = static_cast<std::size_t>(max_samples), chunks = rows * static_cast<std::size_t>(num_chunks_of(vocab_size));
+        partials = align(rows * sizeof(std::int32_t));
+        states = partials + align(chunks * sizeof(Partial));
+        groups = states + align(rows * sizeof(RowState));
+        end = groups + chunks * 2 * kThreads * sizeof(float);
+    }
+};
 
 }  // namespace
 
-std::size_t draw_scratch_bytes(int num_samples, std::int64_t vocab_size) {
-    return tickets_bytes(num_samples) + partial_bytes(num_samples, vocab_size) + static_cast<std::size_t>(num_samples) * sizeof(RowState);
-}
+std::size_t draw_scratch_bytes(int max_samples, std::int64_t vocab_size) { return Layout(max_samples, vocab_size).end; }
 
-void draw(const Context& context, const Tensor& logits, const DrawInputs& how, bool has_cuts, bool has_ranks, void* scratch, int max_samples, SampleOutput* outputs) {
-    const int rows = static_cast<int>(logits.rows), vocab_size = static_cast<int>(logits.columns);
-    auto* tickets = static_cast<std::int32_t*>(scratch);
-    auto* partials = reinterpret_cast<Partial*>(static_cast<std::byte*>(scratch) + tickets_bytes(max_samples));
-    auto* states = reinterpret_cast<RowState*>(reinterpret_cast<std::byte*>(partials) + partial_bytes(max_samples, vocab_size));
-    launch(context, scan_kernel, dim3(num_chunks_of(vocab_size), rows), kThreads, 0, logits.data, logits.stride, vocab_size, how, partials, states, tickets, outputs);
-    if (has_cuts) launch(context, cut_kernel, dim3(rows), kCutThreads, 0, logits.data, logits.stride, vocab_size, how, states, outputs);
-    if (has_ranks) launch(context, rank_kernel, dim3(rows), kCutThreads, 0, logits.data, logits.stride, vocab_size, how, states, outputs);
+void draw(const Context& context, const Tensor& logits, const DrawInputs& how, bool has_choices, void* scratch, int max_samples, SampleOutput* outputs) {
+    const int rows = static_cast<int>(logits.rows), vocab_size = static_cast<int>(logits.columns), chunks = num_chunks_of(vocab_size);
+    const Layout layout(max_samples, vocab_size);
+    auto* bytes = static_cast<std::byte*>(scratch);
+    auto* tickets = reinterpret_cast<std::int32_t*>(bytes);
+    auto* partials = reinterpret_cast<Partial*>(bytes + layout.partials);
+    auto* states = reinterpret_cast<RowState*>(bytes + layout.states);
+    auto* groups = reinterpret_cast<float*>(bytes + layout.groups);
+    launch(context, scan_kernel, dim3(chunks, rows), kThreads, 0, logits.data, logits.stride, vocab_size, how, partials, states, groups, tickets, outputs);
+    if (has_choices) launch(context, choose_kernel, dim3(rows), kCutThreads, 0, logits.data, logits.stride, vocab_size, how, states, groups, chunks * kThreads, outputs);
 }
 
 }  // namespace pocket::cuda
