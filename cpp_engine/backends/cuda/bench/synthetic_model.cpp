@@ -1,9 +1,8 @@
 #include "backends/cuda/bench/synthetic_model.h"
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
 
-#include "core/half.h"
 #include "pocket/error.h"
 
 namespace pocket::cuda {
@@ -67,7 +66,7 @@ SyntheticModel::SyntheticModel(Device& device, const ModelShape& shape, bool is_
     std::uint64_t state = 88172645463325252ull;
     // Small values, whose bytes are no NaN of float8_e4m3 either: the lower byte of 0x7f or 0xff is changed.
     for (std::uint16_t& bits : random_) {
-        bits = float_to_bfloat16(uniform(state) * 0.02f);
+        bits = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(uniform(state) * 0.02f) >> 16);
         if ((bits & 0x7fu) == 0x7fu) bits ^= 1u;
     }
     const int layers = num_layers > 0 ? num_layers : shape.num_layers;
