@@ -87,11 +87,13 @@ __global__ void tail_kernel(const DeltaNetCall call, int first_row) {
         if (index < past) tail[index * conv_dim + channel] = kept[index];
 }
 
-// A block has 16 value channels of one head and row. Eight neighbouring lanes share a channel: lane p has key channels p, p + 8, ... of its column.
-template <int kKeys>
+// A block has 16 value channels of one head and row. Eight neighbouring lanes share a channel: lane p has four neighbouring key channels of every 32, from 4 p
+// on, of its column. With S the matrix before the token, what the token reads of S' = decay S + k c^T is decay S^T q + (q k) c: so S is read once.
+template <int kFours>
 __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call, int first_row, int first_token, const float* mixed, float* read) {
-    constexpr int kTokens = 16, kParts = 8, kColumns = kThreads / kParts;
-    __shared__ float queries[kTokens][kKeys * kParts], keys[kTokens][kKeys * kParts], values[kTokens][kColumns], betas[kTokens], decays[kTokens];
+    constexpr int kTokens = 16, kParts = 8, kColumns = kThreads / kParts, kKeys = 4 * kFours * kParts;
+    __shared__ __align__(16) float queries[kTokens][kKeys], keys[kTokens][kKeys];
+    __shared__ float values[kTokens][kColumns], betas[kTokens], decays[kTokens], products[kTokens];
     let_next_start();
     wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
@@ -103,12 +105,11 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call,
     const bool has_column = column < shape.value_dim;
     float* matrix = call.states.states + slot * call.states.slot_stride + static_cast<std::int64_t>(head) * shape.key_dim * shape.value_dim;
     const bool is_first = call.step.positions[start] == 0;
-    float state[kKeys];
+    float4 state[kFours];
+    const auto at = [&](int four, int index) { return four * 4 * kParts + part * 4 + index; };
+    const auto load = [&](int key) { return has_column && key < shape.key_dim && !is_first ? matrix[static_cast<std::int64_t>(key) * shape.value_dim + column] : 0.0f; };
 #pragma unroll
-    for (int index = 0; index < kKeys; ++index) {
-        const int key = part + index * kParts;
-        state[index] = has_column && key < shape.key_dim && !is_first ? matrix[static_cast<std::int64_t>(key) * shape.value_dim + column] : 0.0f;
-    }
+    for (int four = 0; four < kFours; ++four) state[four] = make_float4(load(at(four, 0)), load(at(four, 1)), load(at(four, 2)), load(at(four, 3)));
     const std::int64_t conv_dim = shape.conv_dim(), num_keys = static_cast<std::int64_t>(shape.num_key_heads) * shape.key_dim;
     const std::int64_t query_at = static_cast<std::int64_t>(head / (shape.num_value_heads / shape.num_key_heads)) * shape.key_dim;
     const std::int64_t value_at = 2 * num_keys + static_cast<std::int64_t>(head) * shape.value_dim;
@@ -116,8 +117,8 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call,
     for (int first = start; first < end; first += kTokens) {
         const int count = min(kTokens, end - first);
         __syncthreads();
-        for (int index = threadIdx.x; index < kTokens * kKeys * kParts; index += kThreads) {
-            const int token = index / (kKeys * kParts), key = index % (kKeys * kParts);
+        for (int index = threadIdx.x; index < kTokens * kKeys; index += kThreads) {
+            const int token = index / kKeys, key = index % kKeys;
             const bool is_there = token < count && key < shape.key_dim;
             const float* from = mixed + (first - first_token + token) * conv_dim + query_at + key;
             queries[token][key] = is_there ? from[0] : 0.0f;
@@ -127,42 +128,56 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call,
             const int token = index / kColumns, other = index % kColumns;
             values[token][other] = token < count && first_column + other < shape.value_dim ? mixed[(first - first_token + token) * conv_dim + value_at + first_column + other] : 0.0f;
         }
-        if (threadIdx.x < count) {
-            const std::int64_t at = (first + static_cast<int>(threadIdx.x)) * call.projections.stride + gates + head;
-            betas[threadIdx.x] = sigmoid(load_value(call.projections.data, call.projections.dtype, at));
-            const float a = load_value(call.projections.data, call.projections.dtype, at + shape.num_value_heads);
+        if (static_cast<int>(threadIdx.x) < count) {
+            const std::int64_t from = (first + static_cast<int>(threadIdx.x)) * call.projections.stride + gates + head;
+            betas[threadIdx.x] = sigmoid(load_value(call.projections.data, call.projections.dtype, from));
+            const float a = load_value(call.projections.data, call.projections.dtype, from + shape.num_value_heads);
             decays[threadIdx.x] = expf(call.weights.rate[head] * softplus(a + call.weights.dt_bias[head]));
         }
         __syncthreads();
+        for (int token = threadIdx.x >> 5; token < kTokens; token += kThreads / 32) {
+            float product = 0.0f;
+            for (int key = threadIdx.x & 31; key < kKeys; key += 32) product = fmaf(queries[token][key], keys[token][key], product);
+            product = warp_sum(product);
+            if ((threadIdx.x & 31) == 0) products[token] = product;
+        }
+        __syncthreads();
         for (int token = 0; token < count; ++token) {
-            const float decay = decays[token];
-            float held = 0.0f, asked = 0.0f, product = 0.0f;
+            const float4* query = reinterpret_cast<const float4*>(queries[token]) + part;
+            const float4* key = reinterpret_cast<const float4*>(keys[token]) + part;
+            float4 k[kFours];
+            float held[2] = {}, asked[2] = {};
 #pragma unroll
-            for (int index = 0; index < kKeys; ++index) {
-                const float k = keys[token][part + index * kParts], q = queries[token][part + index * kParts];
-                state[index] *= decay;
-                held = fmaf(k, state[index], held);
-                asked = fmaf(q, state[index], asked);
-                product = fmaf(q, k, product);
+            for (int four = 0; four < kFours; ++four) {
+                k[four] = key[four * kParts];
+                const float4 q = query[four * kParts];
+                const float4 s = state[four];
+                held[0] = fmaf(k[four].x, s.x, held[0]), held[1] = fmaf(k[four].y, s.y, held[1]), asked[0] = fmaf(q.x, s.x, asked[0]), asked[1] = fmaf(q.y, s.y, asked[1]);
+                held[0] = fmaf(k[four].z, s.z, held[0]), held[1] = fmaf(k[four].w, s.w, held[1]), asked[0] = fmaf(q.z, s.z, asked[0]), asked[1] = fmaf(q.w, s.w, asked[1]);
             }
+            float all_held = held[0] + held[1], all_asked = asked[0] + asked[1];
 #pragma unroll
             for (int step = 1; step < kParts; step *= 2) {
-                held += __shfl_xor_sync(0xffffffffu, held, step);
-                asked += __shfl_xor_sync(0xffffffffu, asked, step);
-                product += __shfl_xor_sync(0xffffffffu, product, step);
+                all_held += __shfl_xor_sync(0xffffffffu, all_held, step);
+                all_asked += __shfl_xor_sync(0xffffffffu, all_asked, step);
             }
-            const float change = (values[token][within] - held) * betas[token];
+            const float decay = decays[token], change = (values[token][within] - decay * all_held) * betas[token];
 #pragma unroll
-            for (int index = 0; index < kKeys; ++index) state[index] = fmaf(keys[token][part + index * kParts], change, state[index]);
+            for (int four = 0; four < kFours; ++four) {
+                state[four].x = fmaf(k[four].x, change, decay * state[four].x), state[four].y = fmaf(k[four].y, change, decay * state[four].y);
+                state[four].z = fmaf(k[four].z, change, decay * state[four].z), state[four].w = fmaf(k[four].w, change, decay * state[four].w);
+            }
             if (part == 0 && has_column)
-                read[(first - first_token + token) * shape.value_size() + static_cast<std::int64_t>(head) * shape.value_dim + column] = fmaf(product, change, asked);
+                read[(first - first_token + token) * shape.value_size() + static_cast<std::int64_t>(head) * shape.value_dim + column] = fmaf(products[token], change, decay * all_asked);
         }
     }
     if (!has_column) return;
 #pragma unroll
-    for (int index = 0; index < kKeys; ++index) {
-        const int key = part + index * kParts;
-        if (key < shape.key_dim) matrix[static_cast<std::int64_t>(key) * shape.value_dim + column] = state[index];
+    for (int four = 0; four < kFours; ++four) {
+        const float lanes[4] = {state[four].x, state[four].y, state[four].z, state[four].w};
+#pragma unroll
+        for (int index = 0; index < 4; ++index)
+            if (at(four, index) < shape.key_dim) matrix[static_cast<std::int64_t>(at(four, index)) * shape.value_dim + column] = lanes[index];
     }
 }
 
@@ -194,11 +209,11 @@ void delta_prefill(const Context& context, const DeltaNetCall& call, int first_r
     launch(context, tail_kernel, dim3(ceil_div(shape.conv_dim(), kThreads), rows), kThreads, 0, call, first_row);
     const dim3 grid(ceil_div(shape.value_dim, kThreads / 8), shape.num_value_heads, rows);
     if (shape.key_dim <= 64) {
-        launch(context, scan_kernel<8>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
+        launch(context, scan_kernel<2>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
     } else if (shape.key_dim <= 128) {
-        launch(context, scan_kernel<16>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
+        launch(context, scan_kernel<4>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
     } else {
-        launch(context, scan_kernel<32>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
+        launch(context, scan_kernel<8>, grid, kThreads, 0, call, first_row, first_token, mixed, read);
     }
     launch(context, norm_kernel, dim3(tokens, ceil_div(shape.num_value_heads, kThreads / 32)), kThreads, 0, call, first_row, first_token, read);
 }

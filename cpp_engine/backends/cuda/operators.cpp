@@ -145,7 +145,8 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
         return;
     }
     // Gates and ups first, a few rows at a time, in out's type: what is rounded there once more is as exact as what becomes of it.
-    const std::int64_t piece = std::max<std::int64_t>(1, std::min(x.rows, kBothBytes / static_cast<std::int64_t>(item_size(out.dtype)) / weight.rows()));
+    const std::int64_t most = std::max<std::int64_t>(1, kBothBytes / static_cast<std::int64_t>(item_size(out.dtype)) / weight.rows());
+    const std::int64_t pieces = (x.rows + most - 1) / most, piece = (x.rows + pieces - 1) / pieces;  // equal ones: a small rest would read all weights again
     for (std::int64_t row = 0; row < x.rows; row += piece) {
         const std::int64_t rows = std::min(piece, x.rows - row);
         const Tensor both = {queries_.take(static_cast<std::size_t>(rows * weight.rows()) * item_size(out.dtype)), out.dtype, rows, weight.rows(), weight.rows()};

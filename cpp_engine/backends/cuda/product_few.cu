@@ -47,6 +47,7 @@ struct Arguments {
     int rows, columns, weight_rows, scale_stride, prefetch_steps;
     DType x_dtype, out_dtype;
     bool adds;
+    bool is_prepared;                                       // x is; else it is one row, which each block stages
 };
 
 __device__ __forceinline__ uint4 load_weights(const std::uint8_t* from) {
@@ -343,7 +344,7 @@ void launch_cut(const Context& context, const Arguments& a) {
 
 template <Kind kKind, bool kSwiglu>
 void launch_kind(const Context& context, const Arguments& a) {
-    if (a.rows == 1) {
+    if (!a.is_prepared) {
         const int outputs = kSwiglu ? OneRow::kWidth / 2 : OneRow::kWidth, limit = kSwiglu ? a.weight_rows / 2 : a.weight_rows;
         const bool fills = 10 * ceil_div(limit, outputs) >= 9 * context.num_multiprocessors;
         fills ? launch_cut<kKind, kSwiglu, OneRow>(context, a) : launch_cut<kKind, kSwiglu, OneRowSmall>(context, a);
@@ -378,6 +379,7 @@ void product_few(const Context& context, const FewProduct& product) {
     a.out_dtype = product.out.dtype;
     a.out_stride = product.out.stride;
     a.adds = product.epilogue == Epilogue::add;
+    a.is_prepared = product.rows > 1;
     a.prefetch_steps = context.starts_early ? static_cast<int>(product.prefetch_bytes / (128 * 8 * OneRow::kTiles * kWarps * context.num_multiprocessors)) : 0;
     const std::int64_t x_bytes = product.columns * static_cast<std::int64_t>(sizeof(std::uint16_t));
     int most = 64;  // rows of a launch
@@ -385,7 +387,6 @@ void product_few(const Context& context, const FewProduct& product) {
     for (int first = 0; first < product.rows; first += most) {
         a.rows = std::min(most, product.rows - first);
         a.x = product.rows == 1 ? product.x : static_cast<const std::uint8_t*>(product.x) + first * x_bytes;
-        if (product.rows > 1 && a.rows == 1) a.x_dtype = product.weight.dtype == DType::bfloat16 ? DType::bfloat16 : DType::float16;
         a.row_scales = product.row_scales ? product.row_scales + first : nullptr;
         a.out = static_cast<std::byte*>(product.out.data) + first * product.out.stride * static_cast<std::int64_t>(item_size(product.out.dtype));
         const bool swiglu = product.epilogue == Epilogue::swiglu;

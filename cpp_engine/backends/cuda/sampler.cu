@@ -43,12 +43,14 @@ __device__ __forceinline__ double exact_noise(std::uint64_t number) {
 }
 
 struct Best {
-    double sum = -INFINITY;
-    std::int32_t id = kNoId;
+    double sum;
+    std::int32_t id;
     __device__ __forceinline__ void offer(double other, std::int32_t other_id) {
         if (other > sum || (other == sum && other_id < id)) sum = other, id = other_id;
     }
 };
+
+__device__ __forceinline__ Best no_best() { return {-INFINITY, kNoId}; }
 
 // The noise of an id is taken exactly only where the rough one comes near the best so far.
 __device__ __forceinline__ void offer_draw(Best& best, std::uint64_t stream, float logit, float largest, double inverse, std::int32_t id) {
@@ -64,7 +66,7 @@ __device__ Best block_best(Best mine, Best* shared) {
     __syncthreads();
     if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = mine;
     __syncthreads();
-    Best all;
+    Best all = no_best();
     for (int warp = 0; warp < static_cast<int>(blockDim.x >> 5); ++warp) all.offer(shared[warp].sum, shared[warp].id);
     return all;
 }
@@ -108,7 +110,7 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
     constexpr int kEach = kChunk / kThreads;
     float values[kEach], largest = -INFINITY, largest_allowed = -INFINITY;
     bool finite = true;
-    Best greedy;
+    Best greedy = no_best();
 #pragma unroll
     for (int index = 0; index < kEach; ++index) {
         const int id = chunk * kChunk + index * kThreads + static_cast<int>(threadIdx.x);
@@ -156,7 +158,7 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
     const volatile Partial* all = parts;
     bool all_finite = true;
     float most = -INFINITY;
-    Best best;
+    Best best = no_best();
     for (int other = threadIdx.x; other < num_chunks; other += 32) {
         all_finite = all_finite && all[other].is_finite;
         most = fmaxf(most, all[other].largest);
@@ -401,14 +403,14 @@ __device__ std::int32_t draw_row(const Row& row, const RowState& state, const Dr
             count = -1;
         }
     }
-    Best best;
+    Best best = no_best();
     for_each([&](float value, std::int32_t id) { best.offer(scaled(value) + exact_noise(splitmix64(stream, static_cast<std::uint64_t>(id) + 1) >> 11), id); });
     best = block_best(best, memory.bests);
     const double rest = is_cut || top_p < 1.0 ? 0.0 : fmax(0.0, 1.0 - mass / total);
     if (rest == 0.0 || best.sum - log(total) >= log(rest) + exact_noise(splitmix64(stream, 0) >> 11)) return best.id;
     // One of the others: each with its own noise.
     const unsigned long long last = count > 0 ? memory.keys[count - 1] : static_cast<unsigned long long>(cut.order) << 32 | (0xffffffffu - static_cast<std::uint32_t>(cut.last_id));
-    Best other;
+    Best other = no_best();
     const double inverse = 1.0 / temperature;
     for (std::int32_t id = threadIdx.x; id < row.vocab_size; id += kCutThreads) {
         const float value = row.logits[id];

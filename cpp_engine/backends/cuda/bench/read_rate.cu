@@ -26,12 +26,23 @@ __global__ void read_kernel(const uint4* from, std::size_t count, unsigned* sink
     if (mixed == 0x9e3779b9u) *sink = mixed;  // keeps the loads
 }
 
+// Numbers without a pattern: memory of zeros may be read faster than memory of data.
+__global__ void fill_kernel(unsigned* to, std::size_t count) {
+    const std::size_t step = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    for (std::size_t at = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < count; at += step) {
+        unsigned mixed = static_cast<unsigned>(at) * 0x9e3779b9u;
+        mixed = (mixed ^ mixed >> 16) * 0x85ebca6bu;
+        to[at] = mixed ^ mixed >> 13;
+    }
+}
+
 }  // namespace
 
-double read_rate(const void* data, std::size_t num_bytes, void* sink) {
+double read_rate(void* data, std::size_t num_bytes, void* sink) {
     cudaEvent_t begin = nullptr, end = nullptr;
     call(cudaEventCreate(&begin), "an event");
     call(cudaEventCreate(&end), "an event");
+    fill_kernel<<<132 * 8, 512>>>(static_cast<unsigned*>(data), num_bytes / 4);
     double best = 0;
     for (int blocks : {132 * 4, 132 * 8, 132 * 16}) {
         std::vector<float> times;
