@@ -29,10 +29,7 @@ private:
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorKind::unsupported, message, "device"); }
 
-std::string gibibytes(std::size_t bytes) {
-    const std::size_t tenths = bytes / ((std::size_t{1} << 30) / 10);
-    return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " GiB";
-}
+std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 }  // namespace
 
@@ -110,7 +107,7 @@ std::unique_ptr<Buffer> CudaDevice::allocate(std::size_t num_bytes) {
         cudaGetLastError();  // the device goes on
         std::size_t free = 0, total = 0;
         call(cudaMemGetInfo(&free, &total), "the device's memory");
-        throw Error(ErrorKind::device, "cuda:" + std::to_string(ordinal_) + " has no " + gibibytes(num_bytes) + " in one piece: " + gibibytes(free) + " of " + gibibytes(total) +
+        throw Error(ErrorKind::device, "cuda:" + std::to_string(ordinal_) + " has no " + mebibytes(num_bytes) + " in one piece: " + mebibytes(free) + " of " + mebibytes(total) +
                                            " are free. Lower kv_cache_memory, max_model_len or max_batch_size, or end what else uses the GPU.");
     }
     call(status, "an allocation");

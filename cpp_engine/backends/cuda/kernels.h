@@ -32,14 +32,16 @@ struct Segment {
 };
 
 // --- rows.cu: what goes over rows once ---
-void gather_rows(const Context&, const Tensor& table, const std::int32_t* ids, int num_rows, const Tensor& out);
+// The rows `ids` that lie in `table`, which are `stride` apart, to the rows of out, float32; ids count from the matrix's first row.
+void gather_rows(const Context&, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out);
 // out [rows, columns] contiguous, rounded to `to`; `norm` may be null. Where out's dtype is float16 and `round_first` is bfloat16, values are rounded to that,
 // and each row is divided by the power of two in `row_scales` [rows] that brings it into float16's range (for float8_e4m3 weights).
 void prepare_rows(const Context&, const Tensor& x, const Norm* norm, void* out, DType to, DType round_first, float* row_scales);
 void combine_swiglu(const Context&, const Tensor& both, const Tensor& out);                             // both [rows, 2 * out.columns]
 void store_rows(const Context&, const float* values, std::int64_t stride, const Tensor& out, bool adds);  // values [out.rows, out.columns]
-// `count` values of `from` become those of `to`, rounded to nearest even (float8_e4m3 to itself alone); *has_bad becomes 1 where one is NaN or infinite.
-void convert_values(const Context&, const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t count, std::int32_t* has_bad);
+// `count` values of `from` become those of `to`, rounded to nearest even (float8_e4m3 to itself alone). `first` is the number of the first one in its tensor;
+// *first_bad becomes the least of twice the number of one that is NaN or infinite, and twice plus 1 of one that `to` has no room for.
+void convert_values(const Context&, const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t first, std::int64_t count, unsigned long long* first_bad);
 // Values of a float8_e4m3 segment's rows [first, first + rows) as bfloat16 or float16, [rows, columns] contiguous.
 void expand_float8(const Context&, const Segment&, std::int64_t columns, std::int64_t first, std::int64_t rows, void* out, DType to);
 

@@ -40,7 +40,7 @@ private:
     static constexpr std::size_t kPieceBytes = 16 << 20;
 
     void prepare();
-    void send(const Context& context, const HostTensor& tensor, void* to, DType dtype, std::int32_t* has_bad);
+    void send(const Context& context, const HostTensor& tensor, void* to, DType dtype, unsigned long long* first_bad);
 
     Device& device_;                                        // outlives this
     std::unique_ptr<Buffer> arrived_;                       // two pieces as the file has them

@@ -38,15 +38,16 @@ bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data
 
 void CudaDevice::embed(const Step& step, const Matrix& table, const Tensor& out) {
     use();
-    const auto segments = static_cast<const CudaMatrix&>(table).segments();
-    if (segments.size() != 1 || segments[0].dtype == DType::float8_e4m3) refuse("The embedding table is not of one 16-bit or 32-bit type, which the CUDA device needs.");
-    gather_rows(context_, {const_cast<void*>(segments[0].values), segments[0].dtype, table.rows(), table.columns(), table.columns()}, step.token_ids, step.num_tokens, out);
+    for (const Segment& segment : static_cast<const CudaMatrix&>(table).segments())
+        gather_rows(context_, segment, table.columns(), table.columns(), step.token_ids, step.num_tokens, out);
     after_mixer_ = true;
 }
 
 void CudaDevice::take_samples(const Step& step, const Tensor& x, const Tensor& out) {
     use();
-    gather_rows(context_, x, step.sample_tokens, step.num_samples, out);
+    Segment rows;
+    rows.values = x.data, rows.rows = x.rows, rows.dtype = x.dtype;
+    gather_rows(context_, rows, x.stride, x.columns, step.sample_tokens, step.num_samples, out);
 }
 
 // x's rows in `to`, contiguous: x itself where it is so already.

@@ -9,12 +9,20 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void gather_kernel(const void* table, DType dtype, std::int64_t stride, int columns, const std::int32_t* ids, float* out, std::int64_t out_stride) {
+// Rows of the segment alone; `stride` may be more than the columns where it is not float8_e4m3.
+__global__ void gather_kernel(const Segment table, std::int64_t stride, int columns, const std::int32_t* ids, float* out, std::int64_t out_stride) {
     let_next_start();
     wait_for_inputs();
-    const std::int64_t from = static_cast<std::int64_t>(ids[blockIdx.x]) * stride;
+    const std::int64_t row = ids[blockIdx.x] - table.first_row, from = row * stride;
+    if (row < 0 || row >= table.rows) return;
     float* to = out + blockIdx.x * out_stride;
-    for (int column = threadIdx.x; column < columns; column += kThreads) to[column] = load_value(table, dtype, from + column);
+    for (int column = threadIdx.x; column < columns; column += kThreads) {
+        if (table.dtype == DType::float8_e4m3) {
+            to[column] = float8_to_float(static_cast<const std::uint8_t*>(table.values)[from + column]) * table.scales[row / 128 * table.scale_stride + column / 128];
+        } else {
+            to[column] = load_value(table.values, table.dtype, from + column);
+        }
+    }
 }
 
 __global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride, const float* norm, float eps, int columns, void* out, DType to,
@@ -86,29 +94,30 @@ __global__ void expand_kernel(const std::uint8_t* values, const float* scales, i
     }
 }
 
-__global__ void convert_kernel(const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t count, std::int32_t* has_bad) {
+__global__ void convert_kernel(const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t first, std::int64_t count, unsigned long long* first_bad) {
     let_next_start();
     wait_for_inputs();
     const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
     for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
+        bool is_bad = false, is_large = false;
         if (from_dtype == DType::float8_e4m3) {
             const std::uint8_t bits = static_cast<const std::uint8_t*>(from)[index];
             static_cast<std::uint8_t*>(to)[index] = bits;
-            if ((bits & 0x7fu) == 0x7fu) *has_bad = 1;
+            is_bad = (bits & 0x7fu) == 0x7fu;
         } else {
             const float value = load_value(from, from_dtype, index);
             store_value(to, to_dtype, index, value);
-            if (!isfinite(value)) *has_bad = 1;
+            is_bad = !isfinite(value), is_large = !is_bad && !isfinite(round_to(value, to_dtype));
         }
+        if (is_bad || is_large) atomicMin(first_bad, static_cast<unsigned long long>(first + index) * 2 + (is_large ? 1 : 0));
     }
 }
 
 }  // namespace
 
-void gather_rows(const Context& context, const Tensor& table, const std::int32_t* ids, int num_rows, const Tensor& out) {
+void gather_rows(const Context& context, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out) {
     if (num_rows == 0) return;
-    launch(context, gather_kernel, dim3(num_rows), kThreads, 0, table.data, table.dtype, table.stride, static_cast<int>(table.columns), ids,
-           static_cast<float*>(out.data), out.stride);
+    launch(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);
 }
 
 void prepare_rows(const Context& context, const Tensor& x, const Norm* norm, void* out, DType to, DType round_first, float* row_scales) {
@@ -131,9 +140,10 @@ void expand_float8(const Context& context, const Segment& segment, std::int64_t 
            segment.scale_stride, columns, first, rows, out, to);
 }
 
-void convert_values(const Context& context, const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t count, std::int32_t* has_bad) {
+void convert_values(const Context& context, const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t first, std::int64_t count,
+                    unsigned long long* first_bad) {
     const int blocks = std::min(ceil_div(count, kThreads * 8), context.num_multiprocessors * 8);
-    launch(context, convert_kernel, dim3(blocks), kThreads, 0, from, from_dtype, to, to_dtype, count, has_bad);
+    launch(context, convert_kernel, dim3(blocks), kThreads, 0, from, from_dtype, to, to_dtype, first, count, first_bad);
 }
 
 }  // namespace pocket::cuda
