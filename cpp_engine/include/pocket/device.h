@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -124,11 +125,11 @@ struct DeltaNetShape {
     int value_dim = 0;                                      // of a head
     int conv_kernel = 0;
 
-    std::int64_t conv_dim() const noexcept { return 2LL * num_key_heads * key_dim + static_cast<std::int64_t>(num_value_heads) * value_dim; }
-    std::int64_t value_size() const noexcept { return static_cast<std::int64_t>(num_value_heads) * value_dim; }
-    std::int64_t projection_size() const noexcept { return conv_dim() + value_size() + 2LL * num_value_heads; }
+    constexpr std::int64_t conv_dim() const noexcept { return 2LL * num_key_heads * key_dim + static_cast<std::int64_t>(num_value_heads) * value_dim; }
+    constexpr std::int64_t value_size() const noexcept { return static_cast<std::int64_t>(num_value_heads) * value_dim; }
+    constexpr std::int64_t projection_size() const noexcept { return conv_dim() + value_size() + 2LL * num_value_heads; }
     // float32 values of one layer's state: the recurrent matrices [num_value_heads, key_dim, value_dim], then the conv tail [conv_kernel - 1, conv_dim]
-    std::int64_t state_size() const noexcept {
+    constexpr std::int64_t state_size() const noexcept {
         return static_cast<std::int64_t>(num_value_heads) * key_dim * value_dim + (conv_kernel - 1LL) * conv_dim();
     }
 };
@@ -167,6 +168,13 @@ struct SampleOutput {
     float top_logprobs[20] = {};
 };
 
+// Operators that a device has recorded, to be enqueued together with little work of the host.
+class Graph {
+public:
+    virtual ~Graph() = default;
+    virtual void replay() = 0;                              // enqueues what was recorded, on the same memory; what that holds may have changed
+};
+
 class Device {
 public:
     virtual ~Device() = default;
@@ -187,6 +195,15 @@ public:
 
     // Make room for steps of up to these sizes. Called again when they grow.
     virtual void reserve(int max_tokens, int max_rows) = 0;
+
+    // The operators that `work` calls, recorded instead of computed; null, and `work` is not called, on a device that has no graphs. Numbers of a Step are
+    // recorded as they are (max_length is the most that a replay may have), its arrays are read at each replay. Compute the same step once before: nothing may be
+    // allocated, downloaded or waited for while it is recorded. A row that stands for none has length 0, slot -1 in slot_mapping and state_slots, and any token:
+    // nothing is written for it, and its results mean nothing.
+    virtual std::unique_ptr<Graph> capture(const std::function<void()>& work) {
+        (void)work;
+        return nullptr;
+    }
 
     // --- operators ---
     // out [num_tokens, columns] float32 = rows `step.token_ids` of the table.

@@ -1,0 +1,286 @@
+// Attention of rows that compute one token: one launch a layer. A block has one row, the query heads of one KV head (or as many of them as one block takes), and
+// one split of the context; it normalizes and rotates its queries itself. Where the split ends with the new token, the block writes its key and value to the
+// cache first. The last split of a row and group of heads to arrive puts all of them together.
+//
+// A warp takes a few tokens at a time, each lane 8 dimensions of all of them: the products of all pairs of token and head are summed over the lanes in one
+// exchange, after which each lane has one pair's score.
+#include <algorithm>
+
+#include "backends/cuda/attention_code.cuh"
+
+namespace pocket::cuda {
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+// Sum each of kCount values (a power of two up to 32) over the warp; lane l gets the sum of value l >> (5 - log2(kCount)).
+template <int kCount, int kStep = 16>
+__device__ __forceinline__ float exchange_sums(const float (&values)[kCount]) {
+    if constexpr (kCount == 1) {
+        float sum = values[0];
+#pragma unroll
+        for (int step = kStep; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    } else {
+        const bool upper = threadIdx.x & kStep;
+        float half[kCount / 2];
+#pragma unroll
+        for (int index = 0; index < kCount / 2; ++index) {
+            const float kept = upper ? values[index + kCount / 2] : values[index], sent = upper ? values[index] : values[index + kCount / 2];
+            half[index] = kept + __shfl_xor_sync(0xffffffffu, sent, kStep);
+        }
+        return exchange_sums<kCount / 2, kStep / 2>(half);
+    }
+}
+
+template <typename T, int kGroup>
+__global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, int max_blocks, float* partial, int* tickets) {
+    constexpr int kPadded = kGroup > 4 ? 8 : kGroup > 2 ? 4 : kGroup, kTokens = kPadded > 4 ? 32 / kPadded : 8, kPairs = kPadded * kTokens;
+    constexpr int kShift = kPairs == 32 ? 0 : kPairs == 16 ? 1 : 2;  // lanes of one pair, as a power of two
+    extern __shared__ float memory[];                       // [kWarps / 2][kGroup][head_dim]; before that queries [kGroup][head_dim], key and value
+    __shared__ float all_maxima[kWarps][kGroup], all_sums[kWarps][kGroup];
+    __shared__ bool is_last;
+    let_next_start();
+    const AttentionShape& shape = call.shape;
+    const int split = blockIdx.x, num_splits = gridDim.x, row = blockIdx.z, first_head = blockIdx.y * kGroup;
+    const int kv_head = first_head / (shape.num_heads / shape.num_kv_heads);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head_dim = shape.head_dim, first = lane * 8;
+    const bool has_dims = first < head_dim;
+    const int length = max(call.step.lengths[row], 0);
+    const int share = (length + num_splits * 8 - 1) / (num_splits * 8) * 8, begin = min(split * share, length), end = min(begin + share, length);
+    const bool has_new = begin < end && end == length;
+    const std::int32_t* table = call.step.block_tables + static_cast<std::int64_t>(row) * max_blocks;
+    const T *keys = static_cast<const T*>(call.cache.keys), *values = static_cast<const T*>(call.cache.values);
+    const auto place_of = [&](int token) {
+        const std::int64_t slot = static_cast<std::int64_t>(table[token / call.cache.block_size]) * call.cache.block_size + token % call.cache.block_size;
+        return cache_place(call.cache, shape.num_kv_heads, head_dim, slot, kv_head);
+    };
+    const int lines = (head_dim * static_cast<int>(sizeof(T)) + 127) / 128;
+    for (int index = threadIdx.x; index < 2 * lines * min(end - begin, 64); index += kThreads) {
+        const std::int64_t at = place_of(begin + index / (2 * lines)) + index % lines * (128 / static_cast<int>(sizeof(T)));
+        prefetch_l2(index / lines % 2 ? values + at : keys + at);
+    }
+    wait_for_inputs();
+
+    const std::int64_t token_row = row, projections = token_row * call.projections.stride;
+    const int query_size = 2 * shape.num_heads * head_dim;
+    float *queries = memory, *new_key = memory + kGroup * head_dim;
+    for (int item = warp; item < kGroup + (has_new ? 1 : 0); item += kWarps) {
+        const int position = call.step.positions[row];
+        if (item < kGroup) {
+            const std::int64_t at = projections + static_cast<std::int64_t>(first_head + item) * 2 * head_dim;
+            LaneHead head = load_lane(call.projections.data, call.projections.dtype, at, head_dim);
+            norm_and_rotate(head, call.weights.query_norm, shape, call.weights, position, queries + item * head_dim);
+        } else {
+            const std::int64_t at = projections + query_size + static_cast<std::int64_t>(kv_head) * head_dim;
+            LaneHead head = load_lane(call.projections.data, call.projections.dtype, at, head_dim);
+            norm_and_rotate(head, call.weights.key_norm, shape, call.weights, position, new_key);
+            const LaneHead value = load_lane(call.projections.data, call.projections.dtype, at + static_cast<std::int64_t>(shape.num_kv_heads) * head_dim, head_dim);
+            const std::int64_t place = place_of(length - 1) + first;
+            if (has_dims && call.step.slot_mapping[row] >= 0) {
+#pragma unroll
+                for (int index = 0; index < 8; ++index) {
+                    static_cast<T*>(call.cache.keys)[place + index] = from_float<T>(head.values[index]);
+                    static_cast<T*>(call.cache.values)[place + index] = from_float<T>(value.values[index]);
+                }
+            }
+        }
+    }
+    __syncthreads();
+
+    const float scale = kLog2E * rsqrtf(static_cast<float>(head_dim));
+    float asked[kGroup][8];
+    float read[kGroup][8];                                  // of the values, not yet divided by the sum of the weights
+#pragma unroll
+    for (int member = 0; member < kGroup; ++member) {
+#pragma unroll
+        for (int index = 0; index < 8; ++index) {
+            asked[member][index] = has_dims ? queries[member * head_dim + first + index] * scale : 0.0f;
+            read[member][index] = 0.0f;
+        }
+    }
+    float maximum = -INFINITY, own_sum = 0.0f;              // of this lane's head; own_sum of its pairs alone
+    const int pair = lane >> kShift, my_token = pair / kPadded, my_member = pair % kPadded;
+
+    for (int start = begin + warp * kTokens; start < end; start += kWarps * kTokens) {
+        Eight<T> key_words[kTokens], value_words[kTokens];
+        const std::int64_t mine = place_of(min(start + lane % kTokens, end - 1));
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            const std::int64_t at = __shfl_sync(0xffffffffu, mine, token) + first;
+            key_words[token].clear(), value_words[token].clear();
+            if (has_dims && start + token < end) key_words[token].load(keys + at), value_words[token].load(values + at);
+        }
+        float scores[kPairs];
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            float key[8];
+            key_words[token].unpack(key);
+#pragma unroll
+            for (int member = 0; member < kPadded; ++member) {
+                float sum = 0.0f;
+                if (member < kGroup) {
+#pragma unroll
+                    for (int index = 0; index < 8; ++index) sum = fmaf(asked[member < kGroup ? member : 0][index], key[index], sum);
+                }
+                scores[token * kPadded + member] = sum;
+            }
+        }
+        float score = exchange_sums(scores);
+        if (my_token >= end - start) score = -INFINITY;
+        float highest = score;
+#pragma unroll
+        for (int step = kPadded << kShift; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+        highest = fmaxf(highest, maximum);                  // finite: the first token of a round is always there
+        const float fade = exp2f(maximum - highest), weight = exp2f(score - highest);
+        own_sum = own_sum * fade + weight;
+        maximum = highest;
+        if (__any_sync(0xffffffffu, fade != 1.0f)) {
+#pragma unroll
+            for (int member = 0; member < kGroup; ++member) {
+                const float factor = __shfl_sync(0xffffffffu, fade, member << kShift);
+#pragma unroll
+                for (int index = 0; index < 8; ++index) read[member][index] *= factor;
+            }
+        }
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            float value[8];
+            value_words[token].unpack(value);
+#pragma unroll
+            for (int member = 0; member < kGroup; ++member) {
+                const float factor = __shfl_sync(0xffffffffu, weight, (token * kPadded + member) << kShift);
+#pragma unroll
+                for (int index = 0; index < 8; ++index) read[member][index] = fmaf(factor, value[index], read[member][index]);
+            }
+        }
+    }
+
+    // The warps' shares, then half of the warps at a time.
+#pragma unroll
+    for (int step = kPadded << kShift; step < 32; step *= 2) own_sum += __shfl_xor_sync(0xffffffffu, own_sum, step);
+    if (my_token == 0 && my_member < kGroup && (lane & ((1 << kShift) - 1)) == 0) all_maxima[warp][my_member] = maximum, all_sums[warp][my_member] = own_sum;
+    __syncthreads();
+    float block_maximum[kGroup];
+#pragma unroll
+    for (int member = 0; member < kGroup; ++member) {
+        float highest = -INFINITY;
+        for (int other = 0; other < kWarps; ++other) highest = fmaxf(highest, all_maxima[other][member]);
+        block_maximum[member] = highest;
+        const float factor = highest == -INFINITY ? 0.0f : exp2f(all_maxima[warp][member] - highest);
+#pragma unroll
+        for (int index = 0; index < 8; ++index) read[member][index] *= factor;
+    }
+#pragma unroll
+    for (int half = kWarps / 2; half; half /= 2) {
+        if (warp >= half && warp < 2 * half && has_dims) {
+            for (int member = 0; member < kGroup; ++member)
+                for (int index = 0; index < 8; ++index) memory[((warp - half) * kGroup + member) * head_dim + first + index] = read[member][index];
+        }
+        __syncthreads();
+        if (warp < half && has_dims) {
+#pragma unroll
+            for (int member = 0; member < kGroup; ++member)
+#pragma unroll
+                for (int index = 0; index < 8; ++index) read[member][index] += memory[(warp * kGroup + member) * head_dim + first + index];
+        }
+        __syncthreads();
+    }
+    const std::int64_t unit = static_cast<std::int64_t>(row) * gridDim.y + blockIdx.y;
+    const std::int64_t part_size = static_cast<std::int64_t>(kGroup) * (head_dim + 2);
+    float* mine = partial + (unit * num_splits + split) * part_size;  // values [kGroup][head_dim], maxima, sums
+    const auto finish = [&](int member, int dim, float value) {
+        const int head = first_head + member;
+        const float gate = load_value(call.projections.data, call.projections.dtype, projections + static_cast<std::int64_t>(head) * 2 * head_dim + head_dim + dim);
+        store_value(call.out.data, call.out.dtype, token_row * call.out.stride + head * head_dim + dim, value * sigmoid(gate));
+    };
+    if (warp == 0) {
+#pragma unroll
+        for (int member = 0; member < kGroup; ++member) {
+            float total = 0.0f;
+            for (int other = 0; other < kWarps; ++other)
+                total += block_maximum[member] == -INFINITY ? 0.0f : all_sums[other][member] * exp2f(all_maxima[other][member] - block_maximum[member]);
+            if (num_splits == 1) {
+                if (has_dims) {
+#pragma unroll
+                    for (int index = 0; index < 8; ++index) finish(member, first + index, total > 0.0f ? read[member][index] / total : 0.0f);
+                }
+            } else {
+                if (has_dims) {
+#pragma unroll
+                    for (int index = 0; index < 8; ++index) mine[member * head_dim + first + index] = read[member][index];
+                }
+                if (lane == 0) mine[kGroup * head_dim + member] = block_maximum[member], mine[kGroup * (head_dim + 1) + member] = total;
+            }
+        }
+    }
+    if (num_splits == 1) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(&tickets[unit], 1) == num_splits - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (threadIdx.x == 0) tickets[unit] = 0;
+    const float* parts = partial + unit * num_splits * part_size;
+    for (int index = threadIdx.x; index < kGroup * head_dim; index += kThreads) {
+        const int member = index / head_dim, dim = index % head_dim;
+        float highest = -INFINITY, total = 0.0f, value = 0.0f;
+        for (int other = 0; other < num_splits; ++other) highest = fmaxf(highest, __ldcg(parts + other * part_size + kGroup * head_dim + member));
+        if (highest > -INFINITY) {
+#pragma unroll 4
+            for (int other = 0; other < num_splits; ++other) {
+                const float* part = parts + other * part_size;
+                const float weight = exp2f(__ldcg(part + kGroup * head_dim + member) - highest);
+                total += weight * __ldcg(part + kGroup * (head_dim + 1) + member);
+                value += weight * __ldcg(part + member * head_dim + dim);
+            }
+        }
+        finish(member, dim, total > 0.0f ? value / total : 0.0f);
+    }
+}
+
+template <typename T, int kGroup>
+void launch_kernel(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+    const dim3 grid(num_splits, call.shape.num_heads / kGroup, call.step.num_decode);
+    const std::size_t shared = sizeof(float) * static_cast<std::size_t>(std::max(kWarps / 2 * kGroup, kGroup + 1)) * call.shape.head_dim;
+    launch(context, decode_kernel<T, kGroup>, grid, kThreads, shared, call, call.step.max_blocks, partial, tickets);
+}
+
+template <typename T>
+void launch_group(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+    const int group = call.shape.num_heads / call.shape.num_kv_heads;
+    if (group == 6) {
+        launch_kernel<T, 6>(context, call, num_splits, partial, tickets);
+    } else if (group % 4 == 0) {
+        launch_kernel<T, 4>(context, call, num_splits, partial, tickets);
+    } else if (group % 2 == 0) {
+        launch_kernel<T, 2>(context, call, num_splits, partial, tickets);
+    } else {
+        launch_kernel<T, 1>(context, call, num_splits, partial, tickets);
+    }
+}
+
+}  // namespace
+
+int decode_splits(const Context& context, const AttentionShape& shape, int num_rows, int max_length) {
+    const int wanted = context.num_multiprocessors / std::max(1, num_rows * shape.num_kv_heads);
+    return std::max(1, std::min(wanted, ceil_div(max_length, 64)));
+}
+
+std::size_t decode_partial_size(const AttentionShape& shape, int num_rows, int num_splits) {
+    return static_cast<std::size_t>(num_rows) * shape.num_heads * num_splits * (shape.head_dim + 2);
+}
+
+void attention_decode(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+    if (call.cache.dtype == DType::float32) {
+        launch_kernel<float, 1>(context, call, num_splits, partial, tickets);
+    } else if (call.cache.dtype == DType::bfloat16) {
+        launch_group<__nv_bfloat16>(context, call, num_splits, partial, tickets);
+    } else {
+        launch_group<__half>(context, call, num_splits, partial, tickets);
+    }
+}
+
+}  // namespace pocket::cuda

@@ -1,0 +1,38 @@
+# What -DPOCKET_BACKEND=cuda adds to the target pocket_engine; included by cpp_engine/CMakeLists.txt.
+#
+# It takes nvcc 12.4 or newer and cuBLASLt, from the toolkit or from the pip package nvidia-cublas: -DPOCKET_CUBLAS_ROOT names the folder that holds its include
+# and lib where they are not found. CMAKE_CUDA_ARCHITECTURES chooses the GPUs; one of them compiles several times as fast as all.
+# The target pocket_cuda_bench is built when it is asked for.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 86-real 89-real 90a-real)
+endif()
+enable_language(CUDA)
+find_package(CUDAToolkit 12.4 REQUIRED)
+set(POCKET_CUBLAS_ROOT "" CACHE PATH "Folder with include/cublasLt.h and lib/libcublasLt.so.*")
+set(cublas_roots ${POCKET_CUBLAS_ROOT} ${CUDAToolkit_LIBRARY_ROOT} ${CUDAToolkit_BIN_DIR}/..)
+find_package(Python3 COMPONENTS Interpreter)
+if(Python3_FOUND)
+  execute_process(COMMAND ${Python3_EXECUTABLE} -c "import nvidia; print(';'.join(p + '/cu13;' + p + '/cublas' for p in nvidia.__path__))"
+                  OUTPUT_VARIABLE packaged OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  list(APPEND cublas_roots ${packaged})
+endif()
+find_path(POCKET_CUBLAS_INCLUDE cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${cublas_roots} PATH_SUFFIXES include)
+find_library(POCKET_CUBLASLT NAMES cublasLt libcublasLt.so.13 libcublasLt.so.12 HINTS ${CUDAToolkit_LIBRARY_DIR} ${cublas_roots} PATH_SUFFIXES lib lib64)
+if(NOT POCKET_CUBLAS_INCLUDE OR NOT POCKET_CUBLASLT)
+  message(FATAL_ERROR "cuBLASLt was not found: pip install nvidia-cublas, or name its folder with -DPOCKET_CUBLAS_ROOT.")
+endif()
+file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cu ${CMAKE_CURRENT_LIST_DIR}/*.cpp)
+target_sources(pocket_engine PRIVATE ${cuda_sources})
+set_target_properties(pocket_engine PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+# The common options are the host compiler's own.
+get_target_property(common_options pocket_options INTERFACE_COMPILE_OPTIONS)
+set_target_properties(pocket_options PROPERTIES INTERFACE_COMPILE_OPTIONS "$<$<COMPILE_LANGUAGE:CXX>:${common_options}>")
+# The dialect as an option: CMake before 3.26 does not know that nvcc has it where nvcc is called through a script.
+target_compile_options(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
+target_include_directories(pocket_engine SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
+target_compile_definitions(pocket_engine PUBLIC POCKET_CUDA)
+target_link_libraries(pocket_engine PUBLIC CUDA::cudart ${POCKET_CUBLASLT})
+add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/read_rate.cu)
+target_compile_options(pocket_cuda_bench PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>")
+target_include_directories(pocket_cuda_bench SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
+target_link_libraries(pocket_cuda_bench PRIVATE pocket_engine)
