@@ -25,7 +25,7 @@ void check_rows(Device& device, const std::string& where, const DeltaNetShape& s
 
     const Array conv(device, model.conv), rate(device, model.rate), dt_bias(device, model.dt_bias), norm_weight(device, model.norm_weight);
     const DeltaNetWeights weights{conv.floats(), rate.floats(), dt_bias.floats(), {norm_weight.floats(), 1e-6f}};
-    const std::size_t slot_stride = 2 * state_size + 7, num_slots = num_rows + 2;  // slots hold more than this layer
+    const std::size_t slot_stride = 2 * state_size + (num_rows % 2 ? 7 : 8), num_slots = num_rows + 2;  // slots hold more than this layer
     const Array states(device, random.values(slot_stride * num_slots, 3.0));        // what was there before must not matter
     const std::vector<float> before = states.values();
     const StateCache cache{static_cast<float*>(states.data()), static_cast<std::int64_t>(slot_stride), static_cast<int>(num_slots)};
