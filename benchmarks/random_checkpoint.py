@@ -157,13 +157,13 @@ def random_model(shape: str, weight_format: str, device: str, scratch: Path | No
     for place in places:
         if (place / name / "model.safetensors.index.json").exists():  # the file that is written last
             return place / name
-    needed = 1.1 * sum(2 * math.prod(size) for _, size in _tensors(SHAPES[shape]))
+    needed = 1.1 * sum(2 * math.prod(size) for _, size in tensor_shapes(SHAPES[shape]))
     place = next((place for place in places if place.is_dir() and shutil.disk_usage(place).free > needed), places[-1])
     write_random_checkpoint(place / name, SHAPES[shape], weight_format, device)
     return place / name
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes, as transformers saves the model."""
     c = shape.config
     hidden, inner, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
@@ -201,7 +201,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _shards(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
     shard: dict[str, tuple[int, ...]] = {}
     filled = 0
-    for name, size in _tensors(shape):
+    for name, size in tensor_shapes(shape):
         if shard and filled + 2 * math.prod(size) > _SHARD_BYTES:
             yield shard
             shard, filled = {}, 0
@@ -240,7 +240,7 @@ def _is_quantized(name: str, size: tuple[int, ...]) -> bool:
 
 
 def _plain_modules(shape: Shape) -> list[str]:
-    return ["lm_head", *(name.removesuffix(".weight") for name, size in _tensors(shape) if name != "lm_head.weight" and not _is_quantized(name, size))]
+    return ["lm_head", *(name.removesuffix(".weight") for name, size in tensor_shapes(shape) if name != "lm_head.weight" and not _is_quantized(name, size))]
 
 
 def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:

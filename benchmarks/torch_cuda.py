@@ -152,12 +152,12 @@ def _peer(options: argparse.Namespace, rows: Rows) -> None:
 
 
 def _long(options: argparse.Namespace, rows: Rows) -> None:
-    from cuda_measures import OursOnCuda
+    from llm_measures import MeasuredLLM
 
     workload = _workload(options)
     context = workload.long + workload.appended + 64
     args = {"max_batch_size": 2, "max_model_len": context, "prefill_chunk_tokens": workload.chunk, "enable_prefix_caching": True, **options.engine_args}
-    ours = OursOnCuda(_directory(options, "bf16"), options.device, args, options.seed)
+    ours = MeasuredLLM(_directory(options, "bf16"), options.device, args, options.seed)
     rows.add("long", "load", seconds=ours.load_seconds, capabilities=_plain(ours.capabilities), **_memory())
     found = ours.long_prompt(workload.long, workload.appended, workload.chunk)
     rows.add("long", f"{workload.long} tokens", **found)
@@ -179,7 +179,7 @@ def _profile(options: argparse.Namespace, rows: Rows) -> None:
 
 
 def _open(options: argparse.Namespace, weights: str) -> tuple[Any, Any]:
-    from cuda_measures import OursOnCuda
+    from llm_measures import MeasuredLLM
 
     workload = _workload(options)
     args = {
@@ -189,11 +189,11 @@ def _open(options: argparse.Namespace, weights: str) -> tuple[Any, Any]:
         "enable_prefix_caching": False,
         **options.engine_args,
     }
-    return OursOnCuda(_directory(options, weights), options.device, args, options.seed), workload
+    return MeasuredLLM(_directory(options, weights), options.device, args, options.seed), workload
 
 
 def _workload(options: argparse.Namespace) -> Any:
-    from cuda_measures import Workload
+    from llm_measures import Workload
 
     return replace(Workload.tiny() if options.tiny else Workload(), samples=options.samples)
 

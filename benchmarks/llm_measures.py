@@ -1,4 +1,4 @@
-"""PocketLLM on a GPU, measured through LLM's public calls: prefill, decode, a long prompt in chunks, and where the time goes."""
+"""PocketLLM measured through LLM's public calls: prefill, decode, a long prompt in chunks, and on a GPU where the time goes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DecodeSample:
     steps: int
 
 
-class OursOnCuda:
+class MeasuredLLM:
     """A loaded LLM with fresh prompts of token ids.
 
     Args:
