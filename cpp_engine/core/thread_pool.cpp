@@ -38,7 +38,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run(std::int64_t count, std::int64_t piece, Call call, void* context) {
     if (count <= 0) return;
-    if (piece <= 0) piece = std::max<std::int64_t>(1, count / (size() * 8));
+    piece = std::max<std::int64_t>(1, piece);
     std::unique_lock caller(caller_, std::defer_lock);
     if (threads_.empty() || count <= piece || is_in_loop || !caller.try_lock()) return call(context, 0, count, 0);
 
@@ -46,6 +46,7 @@ void ThreadPool::run(std::int64_t count, std::int64_t piece, Call call, void* co
     context_ = context;
     count_ = count;
     piece_ = piece;
+    shares_ = 4LL * size();
     failure_ = nullptr;
     next_.store(0, std::memory_order_relaxed);
     state_.fetch_add(1);  // open
@@ -61,11 +62,20 @@ void ThreadPool::run(std::int64_t count, std::int64_t piece, Call call, void* co
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
+std::int64_t ThreadPool::take(std::int64_t& begin) {
+    begin = next_.load(std::memory_order_relaxed);
+    for (;;) {
+        const std::int64_t left = count_ - begin;
+        if (left <= 0) return 0;
+        const std::int64_t length = std::min(left, std::max(piece_, left / shares_));
+        if (next_.compare_exchange_weak(begin, begin + length, std::memory_order_relaxed)) return length;
+    }
+}
+
 void ThreadPool::work(int thread) {
     try {
-        for (std::int64_t begin; (begin = next_.fetch_add(piece_, std::memory_order_relaxed)) < count_;) {
-            call_(context_, begin, std::min(begin + piece_, count_), thread);
-        }
+        std::int64_t begin = 0;
+        while (const std::int64_t length = take(begin)) call_(context_, begin, begin + length, thread);
     } catch (...) {
         next_.store(count_, std::memory_order_relaxed);
         const std::lock_guard lock(failure_mutex_);

@@ -15,7 +15,7 @@ TEST(every_index_runs_once) {
         ThreadPool pool(size);
         CHECK_EQ(pool.size(), size);
         for (const std::int64_t count : {0, 1, 2, 7, 1000}) {
-            for (const std::int64_t piece : {0, 1, 3, 2000}) {
+            for (const std::int64_t piece : {1, 3, 2000}) {
                 std::vector<int> runs(static_cast<std::size_t>(count));
                 std::atomic<bool> known = true;
                 pool.parallel_for(count, piece, [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -58,15 +58,15 @@ TEST(an_exception_reaches_the_caller_and_the_pool_lives_on) {
     ThreadPool pool(3);
     for (int round = 0; round < 200; ++round) {
         std::atomic<int> done = 0;
-        CHECK_THROWS(pool.parallel_for(100, 1, [&](std::int64_t begin, std::int64_t, int) {
-            if (begin == round % 100) throw std::runtime_error("piece " + std::to_string(begin));
-            ++done;
-        }), "piece " + std::to_string(round % 100));
+        CHECK_THROWS(pool.parallel_for(100, 1, [&](std::int64_t begin, std::int64_t end, int) {
+            for (std::int64_t i = begin; i < end; ++i, ++done)
+                if (i == round % 100) throw std::runtime_error("index " + std::to_string(i));
+        }), "index " + std::to_string(round % 100));
         CHECK(done < 100);
     }
     std::atomic<int> sum = 0;
-    pool.parallel_for(10, 1, [&](std::int64_t begin, std::int64_t, int) { sum += static_cast<int>(begin); });
-    CHECK_EQ(sum.load(), 45);
+    pool.parallel_for(10, 1, [&](std::int64_t begin, std::int64_t end, int) { sum += static_cast<int>(end - begin); });
+    CHECK_EQ(sum.load(), 10);
 }
 
 TEST(a_loop_within_a_loop_runs_inline) {

@@ -74,7 +74,7 @@ void CpuDevice::attend_decode(const AttentionCall& call) {
     own_.reserve<float>(pool_.size(), static_cast<std::size_t>(group * dim + size));
     if (splits > 1) shared_.reserve<float>(1, static_cast<std::size_t>(step.num_decode) * heads * splits * size);
 
-    pool_.parallel_for(static_cast<std::int64_t>(step.num_decode) * heads * splits, splits > 1 ? 1 : 0, [&](std::int64_t begin, std::int64_t end, int thread) {
+    pool_.parallel_for(static_cast<std::int64_t>(step.num_decode) * heads * splits, 1, [&](std::int64_t begin, std::int64_t end, int thread) {
         float* queries = own_.of<float>(thread);
         for (std::int64_t task = begin; task < end; ++task) {
             const int row = static_cast<int>(task / (heads * splits)), head = static_cast<int>(task / splits % heads), split = static_cast<int>(task % splits);

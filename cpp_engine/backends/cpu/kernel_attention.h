@@ -176,26 +176,58 @@ inline void add_rows(int rows, const float* a, std::int64_t a_stride, const floa
     if constexpr (N > 1) add_rows<L, N - 1, W>(rows, a, a_stride, b, b_stride, depth, c, c_stride);
 }
 
-// c [rows, columns] += a [rows, depth] b [depth, columns], columns a multiple of 16.
+// A matrix [depth, columns] lies in strips of kStrip columns, [depth][kStrip] one after another (the last may be narrower): a strip fits into the first-level
+// cache, and its rows don't fall on the same few of its sets. Strip of column `column`: at column * depth.
 template <typename L>
-inline void add_product(int rows, int columns, int depth, const float* a, std::int64_t a_stride, const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride) {
-    constexpr int kRows = L::kMaxRows < 12 ? L::kMaxRows : 12, kWide = L::kColumnVectors;
-    int column = 0;
-    for (; column + 16 * kWide <= columns; column += 16 * kWide) {
-        for (int row = 0; row < rows; row += kRows)
-            add_rows<L, kRows, kWide>(rows - row < kRows ? rows - row : kRows, a + row * a_stride, a_stride, b + column, b_stride, depth, c + row * c_stride + column, c_stride);
+constexpr int kStrip = 16 * L::kColumnVectors;
+
+// c [rows, columns] += a [rows, depth] b, b in strips of [strip_depth, columns], of which the first `depth` rows count; columns a multiple of 16.
+template <typename L>
+inline void add_product(int rows, int columns, int depth, const float* a, std::int64_t a_stride, const float* b, int strip_depth, float* c, std::int64_t c_stride) {
+    constexpr int kRows = L::kMaxRows < 12 ? L::kMaxRows : 12;
+    for (int column = 0; column < columns; column += kStrip<L>) {
+        const int wide = columns - column < kStrip<L> ? columns - column : kStrip<L>;
+        for (int row = 0; row < rows; row += kRows) {
+            const int count = rows - row < kRows ? rows - row : kRows;
+            const float *left = a + row * a_stride, *strip = b + static_cast<std::int64_t>(column) * strip_depth;
+            float* to = c + row * c_stride + column;
+            if (wide == kStrip<L>) add_rows<L, kRows, L::kColumnVectors>(count, left, a_stride, strip, wide, depth, to, c_stride);
+            else add_rows<L, kRows, 1>(count, left, a_stride, strip, wide, depth, to, c_stride);
+        }
     }
-    for (; column < columns; column += 16) {
-        for (int row = 0; row < rows; row += kRows)
-            add_rows<L, kRows, 1>(rows - row < kRows ? rows - row : kRows, a + row * a_stride, a_stride, b + column, b_stride, depth, c + row * c_stride + column, c_stride);
+}
+
+// Keys and values of the tokens [begin, begin + count) in strips: keys [dim, kKeyTile], values [kKeyTile, dim]. What stands for no token in the last 16 keys is masked later.
+template <typename L, typename V>
+inline void pack_tile(const KvView& kv, int begin, int count, float* keys, float* values) {
+    const int dim = kv.head_dim;
+    for (int first = 0; first < count; first += 16) {
+        const typename V::Stored* rows[16];
+        for (int j = 0; j < 16; ++j) rows[j] = at<V>(kv.keys, kv, begin + (first + j < count ? first + j : 0));
+        float* strip = keys + first / kStrip<L> * kStrip<L> * dim + first % kStrip<L>;
+        for (int i = 0; i < dim; i += 16) {
+            typename L::F square[16];
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; ++j) square[j] = V::load(rows[j] + i);
+            L::transpose(square);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; ++j) L::store(strip + (i + j) * kStrip<L>, square[j]);
+        }
+    }
+    for (int token = 0; token < count; ++token) {
+        const auto* value = at<V>(kv.values, kv, begin + token);
+        for (int i = 0; i < dim; i += 16) {
+            const int column = i / kStrip<L> * kStrip<L>, wide = dim - column < kStrip<L> ? dim - column : kStrip<L>;
+            L::store(values + column * kKeyTile + token * wide + i - column, V::load(value + i));
+        }
     }
 }
 
 template <typename L, typename V>
 void attend_block_stored(const QueryBlock& block, const KvView& kv, const PartialAttention& out) {
     const int dim = kv.head_dim, rows = block.rows;
-    float* keys = block.workspace;                   // [dim, kKeyTile]
-    float* values = keys + kKeyTile * dim;           // [kKeyTile, dim]
+    float* keys = block.workspace;
+    float* values = keys + kKeyTile * dim;
     float* scores = values + kKeyTile * dim;         // [rows, kKeyTile]
     for (int row = 0; row < rows; ++row) {
         out.largest[row] = -__builtin_inff();
@@ -204,29 +236,19 @@ void attend_block_stored(const QueryBlock& block, const KvView& kv, const Partia
     }
     const int end = block.first_position + (rows + block.heads - 1) / block.heads;  // behind the last token
     for (int tile = 0; tile < end; tile += kKeyTile) {
-        const int count = end - tile < kKeyTile ? end - tile : kKeyTile, padded = (count + 15) / 16 * 16;
-        for (int token = 0; token < padded; ++token) {
-            const auto* key = at<V>(kv.keys, kv, tile + (token < count ? token : 0));  // what stands for no token is masked below
-            for (int i = 0; i < dim; i += 16) {
-                float lanes[16];
-                L::store(lanes, V::load(key + i));
-                for (int j = 0; j < 16; ++j) keys[(i + j) * kKeyTile + token] = lanes[j];
-            }
-            if (token >= count) continue;
-            const auto* value = at<V>(kv.values, kv, tile + token);
-            for (int i = 0; i < dim; i += 16) L::store(values + token * dim + i, V::load(value + i));
-        }
+        const int count = end - tile < kKeyTile ? end - tile : kKeyTile;
+        pack_tile<L, V>(kv, tile, count, keys, values);
         // Rows before `first` end before this tile.
         const int first = tile > block.first_position ? (tile - block.first_position) * block.heads : 0;
         for (int i = first * kKeyTile; i < rows * kKeyTile; i += 16) L::store(scores + i, L::zero());
-        add_product<L>(rows - first, padded, dim, block.queries + first * dim, dim, keys, kKeyTile, scores + first * kKeyTile, kKeyTile);
+        add_product<L>(rows - first, (count + kStrip<L> - 1) / kStrip<L> * kStrip<L>, dim, block.queries + first * dim, dim, keys, dim, scores + first * kKeyTile, kKeyTile);
         for (int row = first; row < rows; ++row) {
-            const int seen = block.first_position + row / block.heads + 1 - tile;  // tokens of the tile
+            const int before = block.first_position + row / block.heads + 1 - tile, seen = before < count ? before : count;  // tokens of the tile
             float* own = scores + row * kKeyTile;
-            soften<L>(own, seen < count ? seen : count, dim, out.largest[row], out.total[row], out.values + row * dim);
-            for (int i = (seen < count ? seen : count); i < count; ++i) own[i] = 0;
+            soften<L>(own, seen, dim, out.largest[row], out.total[row], out.values + row * dim);
+            for (int i = seen; i < count; ++i) own[i] = 0;
         }
-        add_product<L>(rows - first, dim, count, scores + first * kKeyTile, kKeyTile, values, dim, out.values + first * dim, dim);
+        add_product<L>(rows - first, dim, count, scores + first * kKeyTile, kKeyTile, values, kKeyTile, out.values + first * dim, dim);
     }
 }
 

@@ -67,6 +67,16 @@ struct Avx2 {
         first = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
         second = {upper(low), upper(high)};
     }
+    // Lane j of x[i] becomes lane i of x[j].
+    static void transpose(F (&x)[16]) {
+        float lanes[16][16];
+        for (int i = 0; i < 16; ++i) {
+            float row[16];
+            store(row, x[i]);
+            for (int j = 0; j < 16; ++j) lanes[j][i] = row[j];
+        }
+        for (int i = 0; i < 16; ++i) x[i] = load(lanes[i]);
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 private:

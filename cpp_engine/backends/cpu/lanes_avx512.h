@@ -47,9 +47,41 @@ struct Avx512 {
         first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
         second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
     }
+    // Lane j of x[i] becomes lane i of x[j].
+    static void transpose(F (&x)[16]) {
+        F y[16];
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2) {
+            y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+            y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {  // x[i + j]: column j of each 128 bits, four rows of it
+            x[i] = pairs<0>(y[i], y[i + 2]);
+            x[i + 1] = pairs<1>(y[i], y[i + 2]);
+            x[i + 2] = pairs<0>(y[i + 1], y[i + 3]);
+            x[i + 3] = pairs<1>(y[i + 1], y[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {  // 128 bits each: the four quarters of x[j], x[4 + j], x[8 + j], x[12 + j]
+            const F low = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x44), high = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xee);
+            const F low2 = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x44), high2 = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xee);
+            y[j] = _mm512_shuffle_f32x4(low, low2, 0x88);
+            y[4 + j] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+            y[8 + j] = _mm512_shuffle_f32x4(high, high2, 0x88);
+            y[12 + j] = _mm512_shuffle_f32x4(high, high2, 0xdd);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) x[i] = y[i];
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 private:
+    template <int Half>  // the lower or the upper 64 of each 128 bits, of a then of b
+    static F pairs(F a, F b) {
+        const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+        return _mm512_castpd_ps(Half == 0 ? _mm512_unpacklo_pd(x, y) : _mm512_unpackhi_pd(x, y));
+    }
     static __m256i half(const std::uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static __m512i nearest(F x) {  // bits to be cut after the upper 16: to nearest, ties to even
         const __m512i bits = _mm512_castps_si512(x);

@@ -74,6 +74,16 @@ struct Plain {
             second.v[i] = from_bfloat16(p[2 * i + 1]);
         }
     }
+    // Lane j of x[i] becomes lane i of x[j].
+    static void transpose(F (&x)[16]) {
+        float lanes[16][16];
+        for (int i = 0; i < 16; ++i) {
+            float row[16];
+            store(row, x[i]);
+            for (int j = 0; j < 16; ++j) lanes[j][i] = row[j];
+        }
+        for (int i = 0; i < 16; ++i) x[i] = load(lanes[i]);
+    }
     static void prefetch(const void*) {}
 
 #undef POCKET_LANES
