@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from pocketllm.errors import BackendUnavailableError, ConfigurationError, Pocket
 
 if TYPE_CHECKING:
     import pocketllm_cpp
+
+logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 1024
 _DEFAULT_CHUNK = 512  # prompt tokens a step
@@ -97,6 +100,8 @@ class CppBackend(Backend):
         # Whoever drops this backend without closing it still stops the thread.
         weakref.finalize(self, engine.close)
         config = loaded.config
+        for limit in config.limits:
+            logger.warning("%s", limit)
         eos, source = resolve_eos(self._options.eos_token_ids, config, self._checkpoint)
         self._replaced_eos = eos if source == "backend_options" else frozenset()
         self._fallback_eos = frozenset() if self._checkpoint.generation_defaults.eos_token_ids else eos
