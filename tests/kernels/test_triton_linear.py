@@ -30,7 +30,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 FORMATS = [torch.float32, torch.float16, torch.bfloat16, "fp8"]
 VECTOR, MATRIX = VectorConfig(4, 64, 1), MatrixConfig(16, 32, 1, 2)
 SPLIT = MatrixConfig(16, 32, 1, 2, split=3)
-STREAM = StreamConfig(4, 64, 1, per_multiprocessor=3, ahead=2)
+STREAM = StreamConfig(4, 64, 1, per_multiprocessor=3)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_rows_that_are_no_multiple_of_16_bytes(columns: int, triton_device: str)
 
 
 @pytest.mark.parametrize(
-    "config", [VectorConfig(8, 128, 1, words=2), VectorConfig(8, 128, 1), StreamConfig(4, 128, 1, words=2), StreamConfig(2, 256, 1, 3, ahead=1)], ids=str
+    "config", [VectorConfig(8, 128, 1, words=2), VectorConfig(8, 128, 1), StreamConfig(4, 128, 1, words=2), StreamConfig(2, 256, 1, 3)], ids=str
 )
 def test_one_row_of_fp8_in_several_tiles(config: Config, triton_device: str) -> None:
     """Tiles that fill the columns and tiles that do not, rows that fill the last program's and rows that do not."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pocketllm.torch_engine.kernels.activation import activate
-from pocketllm.torch_engine.kernels.launch import prefetch_lines, prefetched_rows, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import wait_for_inputs
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def fp8_row_kernel(
     x, norm_weight, weight, scales, bias, out, N, scale_stride, eps,
     K: tl.constexpr, STRIDE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     MODE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] times BLOCK_N rows of the weight, and of the up rows N further down where there is an activation.
 
@@ -166,14 +166,6 @@ def fp8_row_kernel(
 
     tile = _load_tile(pointers, places, 0, K, EVEN, WORDS)
     up_tile = _load_tile(up_pointers, places, 0, K, EVEN, WORDS) if ACTIVATION else tile
-    if PREFETCH > 0 and PDL:
-        LINES: tl.constexpr = triton.next_power_of_2((K // 4 + 31) // 32)
-        lines = tl.minimum(tl.arange(0, LINES) * 32, K // 4 - 1)
-        for part in tl.static_range(1 if BLOCK_K >= K else 0, PREFETCH):  # a program's own rows are there already where one tile holds them
-            line_pointers = weight + prefetched_rows(part, N, BLOCK_N, PREFETCH)[:, None] * STRIDE + lines[None, :]
-            prefetch_lines(line_pointers)
-            if ACTIVATION:
-                prefetch_lines(line_pointers + N.to(tl.int64) * STRIDE)
     results = first_row + tl.arange(0, BLOCK_N)
     used = results < N if not FULL else rows >= 0
     added = tl.zeros([BLOCK_N], tl.float32)

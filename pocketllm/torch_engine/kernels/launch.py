@@ -83,16 +83,3 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Ask for the 128-byte line at each pointer to be brought into the L2 cache; on NVIDIA GPUs alone, for it is inline assembly."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def prefetched_rows(part, N, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """The rows [BLOCK_N] of N, BLOCK_N a program, that this program has L2 fetch: part 0 is its own, each other one an equal share of the programs on."""
-    block = tl.program_id(0) + part * tl.cdiv(tl.num_programs(0), PARTS)
-    return tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)

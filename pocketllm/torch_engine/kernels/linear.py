@@ -10,7 +10,7 @@ Sums are float32. All weights are [N, K], their rows contiguous and each row's v
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,7 +21,7 @@ import triton.language as tl
 from pocketllm.torch_engine.kernels.activation import ACTIVATIONS, activate, gated_activation, gated_activation_reference
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight, decode_e4m3, decode_mode, dequantize_fp8, dequantize_fp8_reference
 from pocketllm.torch_engine.kernels.fp8_row import fp8_row_kernel, halves
-from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, least_columns, prefetch_lines, prefetched_rows, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, least_columns, wait_for_inputs
 from pocketllm.torch_engine.kernels.linear_config import MAX_ROWS, MAX_SPLIT_BLOCKS, Config, MatrixConfig, StreamConfig, VectorConfig, choose_config
 from pocketllm.torch_engine.kernels.norm import rms_norm, rms_norm_reference
 from pocketllm.torch_engine.kernels.row_stream import STORED_BFLOAT16, STORED_E4M3, STORED_FLOAT16, STORED_FLOAT32, row_stream_kernel
@@ -76,7 +76,7 @@ def _add_products(sums, words, values, STORED: tl.constexpr, BLOCK_N: tl.constex
 def _vector_kernel(
     x, norm_weight, weight, bias, out, N, weight_stride, eps,
     K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, STORED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] times BLOCK_N rows of the weight, and of the up rows N further down where there is an activation.
 
@@ -97,14 +97,6 @@ def _vector_kernel(
     tile = tl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")
     if ACTIVATION:
         up_tile = tl.load(up_pointers, mask=inside, other=0, eviction_policy="evict_first")
-    if PREFETCH > 0 and PDL:
-        LINES: tl.constexpr = triton.next_power_of_2((WORDS + 31) // 32)
-        lines = tl.minimum(tl.arange(0, LINES) * 32, WORDS - 1)
-        for part in tl.static_range(1 if BLOCK_K >= K else 0, PREFETCH):  # a program's own rows are there already where one tile holds them
-            line_pointers = weight + prefetched_rows(part, N, BLOCK_N, PREFETCH)[:, None] * weight_stride + lines[None, :]
-            prefetch_lines(line_pointers)
-            if ACTIVATION:
-                prefetch_lines(line_pointers + N.to(tl.int64) * weight_stride)
     results = first + tl.arange(0, BLOCK_N)
     used = results < N
     added = tl.zeros([BLOCK_N], tl.float32)
@@ -180,7 +172,7 @@ def _matrix_kernel(
     x, weight, scales, bias, out, partial, tickets, T, N, x_stride, weight_stride, scale_stride, out_stride,
     K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     FP8: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """T <= BLOCK_T rows of x [T, K] times BLOCK_N rows of the weight; the programs along grid axis 1 share the columns.
 
@@ -201,14 +193,6 @@ def _matrix_kernel(
     COLUMNS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of a share
     EVEN: tl.constexpr = K % (SPLIT * BLOCK_K) == 0
     begin = share * COLUMNS
-    if PREFETCH and PDL:
-        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = triton.next_power_of_2((COLUMNS + LINE - 1) // LINE)
-        lines = tl.minimum(begin + tl.arange(0, LINES) * LINE, K - 1)
-        line_pointers = start_of_rows + (rows * weight_stride)[:, None] + lines[None, :]
-        prefetch_lines(line_pointers)
-        if ACTIVATION:
-            prefetch_lines(line_pointers + N.to(tl.int64) * weight_stride)
     wait_for_inputs(PDL)
 
     sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -269,7 +253,6 @@ def _tickets(device: torch.device, thread: int) -> torch.Tensor:
 
 
 _EVEN_ROWS = 128  # cuBLAS multiplies a multiple of these 13% faster than the 12,352 rows of Qwen3.5-9B's DeltaNet projection
-_PREFETCHED_PARTS = 2  # of a weight matrix: about half of the programs find room before the kernel ahead has ended, and ask for the others' rows too
 _STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # what a word of weights holds
 
 
@@ -300,7 +283,7 @@ def _one_row(
     K, N = x.shape[1], values.shape[0] // (2 if activation else 1)
     words, block_n = values.view(torch.int32), config.block_n
     norm_weight, eps = norm or (x, 0.0)
-    options = {"BLOCK_K": config.block_k, "PREFETCH": config.prefetch, "num_warps": config.num_warps, **launch_options(x.device)}
+    options = {"BLOCK_K": config.block_k, "num_warps": config.num_warps, **launch_options(x.device)}
     if isinstance(weight, Fp8Weight):
         block = weight.block
         block_n = min(block_n, _largest_power_of_two(block[0]), _largest_power_of_two(N) if activation else block_n)
@@ -340,7 +323,7 @@ def _one_row_streamed(
         x, norm_weight, words, scales, values if bias is None else bias, out, N, blocks, programs, scales.stride(0), eps,
         K=K, STRIDE=words.stride(0), FULL=N % block_n == 0, NORM=norm is not None, BIAS=bias is not None, ADD=add, ACTIVATION=activation,
         STORED=stored, MODE=decode_mode(x.device), ASSEMBLY=x.is_cuda and x.data_ptr() % 16 == 0 and norm_weight.data_ptr() % 16 == 0,
-        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], BLOCK_N=block_n, BLOCK_K=config.block_k, WORDS=config.words, AHEAD=config.ahead,
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], BLOCK_N=block_n, BLOCK_K=config.block_k, WORDS=config.words,
         num_warps=config.num_warps, **options, **launch_options(x.device),
     )  # fmt: skip
 
@@ -367,7 +350,7 @@ def _some_rows(
     _matrix_kernel[(blocks, config.split)](
         x, stored, scales, values if bias is None else bias, out, partial, tickets, T, N, x.stride(0), values.stride(0), scales.stride(0), out.stride(0),
         K=K, BIAS=bias is not None, ADD=add, ACTIVATION=activation, FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
-        BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT=config.split, PREFETCH=config.prefetch,
+        BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT=config.split,
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(device),
     )  # fmt: skip
 
@@ -379,7 +362,7 @@ def _compute_dtype(weight: Weight, out_dtype: torch.dtype) -> torch.dtype:
 
 def _few_rows(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor, *, config: Config | None, add: bool = False,
-    norm: tuple[torch.Tensor, float] | None = None, activation: int = 0, prefetch: bool = False,
+    norm: tuple[torch.Tensor, float] | None = None, activation: int = 0,
 ) -> None:  # fmt: skip
     """Write the product of x [T, K], 1 <= T <= 64, to `out` [T, N], of its norm where one is given."""
     T, K = x.shape
@@ -387,8 +370,6 @@ def _few_rows(
         N = weight.shape[0] // (2 if activation else 1)
         rows = 1 if T == 1 and _in_words(weight) else max(T, 2)
         config = choose_config(rows, N, K, weight.values.itemsize, bool(activation), device_limits(x.device))
-        if prefetch and isinstance(config, VectorConfig):
-            config = replace(config, prefetch=_PREFETCHED_PARTS)
     if isinstance(config, VectorConfig):
         if T != 1:
             raise ValueError(f"A VectorConfig multiplies one row, not {T}.")
@@ -466,14 +447,13 @@ def linear(
 
 
 def add_linear(
-    hidden: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, prefetch: bool = False, config: Config | None = None
+    hidden: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, config: Config | None = None
 ) -> torch.Tensor:  # fmt: skip
     """hidden += x W^T + bias, in place.
 
     Args:
         hidden: [T, N] float32, its rows contiguous.
         x, weight, bias, config: as in `linear`.
-        prefetch: bring the weights for one row into L2 while the kernel before runs, which pays where that one leaves the memory idle.
 
     Returns:
         `hidden`.
@@ -482,7 +462,7 @@ def add_linear(
         _add_many_rows(hidden, x, weight)
         return hidden if bias is None else hidden.add_(bias)
     if x.shape[0]:
-        _few_rows(x, weight, bias, hidden, config=config, add=True, prefetch=prefetch)
+        _few_rows(x, weight, bias, hidden, config=config, add=True)
     return hidden
 
 

@@ -19,15 +19,12 @@ class VectorConfig:
         block_n: rows of the weight a program computes, of gate and up each in a gated product.
         block_k: columns it reads at a time.
         num_warps: of a program.
-        prefetch: 0, or parts that the matrix is cut into, of each of which a program has L2 fetch its share before it waits for its input (with PDL
-            alone): 1 is its own rows, more are those of programs that find no room yet.
         words: 32-bit words of FP8 weights a thread loads at once, 2 or 4: 2 suits a float32 row, that of a product with a norm.
     """
 
     block_n: int
     block_k: int
     num_warps: int = 4
-    prefetch: int = 0
     words: int = 4
 
 
@@ -41,7 +38,6 @@ class MatrixConfig:
         num_warps: of a program.
         num_stages: tiles on their way at a time.
         split: programs that share the columns of the same rows.
-        prefetch: whether a program has L2 fetch all its weights before it waits for its input (with PDL alone).
     """
 
     block_n: int
@@ -49,7 +45,6 @@ class MatrixConfig:
     num_warps: int = 4
     num_stages: int = 4
     split: int = 1
-    prefetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,6 @@ class StreamConfig:
         block_k: columns of it that are read at a time.
         num_warps: of a program.
         per_multiprocessor: programs of a multiprocessor.
-        ahead: blocks, beside two in registers, that a program asks for before it waits for its input (with PDL alone).
         words: 32-bit words of weights a thread loads at once, 2 or 4.
         max_registers: of a thread; 0 lets the compiler choose.
     """
@@ -70,7 +64,6 @@ class StreamConfig:
     block_k: int
     num_warps: int = 8
     per_multiprocessor: int = 2
-    ahead: int = 0
     words: int = 4
     max_registers: int = 0
 
@@ -158,8 +151,6 @@ def candidates(num_rows: int, itemsize: int, gated: bool) -> Iterator[Config]:
                 for num_warps in (1, 2, 4, 8):
                     if 16 <= block_n * block_k * itemsize * (1 + gated) // (32 * num_warps) <= 256:
                         yield VectorConfig(block_n, block_k, num_warps)
-                        yield VectorConfig(block_n, block_k, num_warps, prefetch=1)
-                        yield VectorConfig(block_n, block_k, num_warps, prefetch=2)
                         if itemsize == 1:
                             yield VectorConfig(block_n, block_k, num_warps, words=2)
     for block_n in (16, 32, 64, 128):

@@ -1,7 +1,7 @@
 """The product of one row with a matrix, by programs that stay: as many as the device holds at once, each with blocks of weight rows one after another.
 
 x is read once a program, and a block's weights are on their way while the block before is multiplied, whichever program's turn it is in between. With
-programmatic dependent launch a program's first two blocks are asked for while the kernel ahead still runs, and more are brought into L2.
+programmatic dependent launch a program's first two blocks are asked for while the kernel ahead still runs.
 
 A thread carries the weights as 32-bit words and multiplies each with the one, two or four values of x that stand opposite (fp8_row.py says how E4M3
 is unpacked, and why x is loaded in assembly). Products and sums are float32.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pocketllm.torch_engine.kernels.activation import activate
 from pocketllm.torch_engine.kernels.fp8_row import after_inputs, halves, load_fours, unpack_e4m3
-from pocketllm.torch_engine.kernels.launch import prefetch_lines, wait_for_inputs
+from pocketllm.torch_engine.kernels.launch import wait_for_inputs
 
 STORED_FLOAT32, STORED_FLOAT16, STORED_BFLOAT16, STORED_E4M3 = 0, 1, 2, 3  # what a word of weights holds
 _FLOAT16, _E4M3 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_E4M3)
@@ -164,13 +164,12 @@ def row_stream_kernel(
     x, norm_weight, weight, scales, bias, out, N, num_blocks, programs, scale_stride, eps,
     K: tl.constexpr, STRIDE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     STORED: tl.constexpr, MODE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] times every `programs`-th block of BLOCK_N weight rows, and of the up rows N further down where there is an activation.
 
     `weight` and its STRIDE count 32-bit words, of which a thread loads WORDS at once. num_blocks = ceil(N / BLOCK_N); FULL: BLOCK_N divides N. E4M3: rows
-    of a block share their scales, so BLOCK_N divides BLOCK_ROWS, and N where there is an activation. AHEAD: items, beside the two in registers, whose
-    weights are brought into L2 before the kernel waits for its input. ASSEMBLY needs x and norm_weight at multiples of 16 bytes.
+    of a block share their scales, so BLOCK_N divides BLOCK_ROWS, and N where there is an activation. ASSEMBLY needs x and norm_weight at multiples of 16 bytes.
     """
     IN_WORD: tl.constexpr = 4 if STORED == _E4M3 else (1 if STORED == 0 else 2)
     CHUNKS: tl.constexpr = BLOCK_K // (IN_WORD * WORDS)
@@ -191,15 +190,6 @@ def row_stream_kernel(
         weight, scales, 1, count, program, programs, N, places, offsets, rows, blocks, scale_stride,
         K, STRIDE, FULL, ACTIVATION, STORED, IN_WORD, STEPS, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_N, BLOCK_K, WORDS,
     )  # fmt: skip
-    if AHEAD > 0 and PDL:
-        LINES: tl.constexpr = BLOCK_K // (32 * IN_WORD)
-        for item in range(2, tl.minimum(2 + AHEAD, count)):
-            lines = tl.minimum(tl.arange(0, LINES) * 32 + item % STEPS * (BLOCK_K // IN_WORD), K // IN_WORD - 1)
-            first = (program + item // STEPS * programs) * BLOCK_N
-            row_lines = weight + first.to(tl.int64) * STRIDE + ((tl.minimum(rows, N - 1 - first) * STRIDE)[:, None] + lines[None, :])
-            prefetch_lines(row_lines)
-            if ACTIVATION:
-                prefetch_lines(row_lines + N.to(tl.int64) * STRIDE)
     wait_for_inputs(PDL)
 
     scale = tl.full([], 256.0 if STORED == _E4M3 and MODE == 1 else 1.0, tl.float32)

@@ -70,7 +70,7 @@ class GpuLayers:
         return GpuProjection(norm, self._weights.linear(matrix))
 
     def addition(self, matrix: StoredMatrix, norm: Norm | None = None) -> GpuAddition:
-        return GpuAddition(self._weights.linear(matrix), norm, prefetch=False)
+        return GpuAddition(self._weights.linear(matrix), norm)
 
     def feed_forward(self, norm: Norm, stored: StoredFeedForward | StoredExperts, norm_after: Norm | None = None) -> GpuFeedForward | GpuMixture:
         if isinstance(stored, StoredFeedForward):
@@ -113,19 +113,15 @@ class GpuProjection:
 
 
 class GpuAddition:
-    """See device.Addition.
+    """See device.Addition."""
 
-    Args:
-        prefetch: what comes before it leaves the memory idle, as a mixer of one token does.
-    """
-
-    def __init__(self, linear: GpuLinear, norm: Norm | None, *, prefetch: bool) -> None:
-        self._linear, self._norm, self._prefetch = linear, norm, prefetch
+    def __init__(self, linear: GpuLinear, norm: Norm | None) -> None:
+        self._linear, self._norm = linear, norm
         self.num_bytes = linear.num_bytes
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         if self._norm is None:
-            self._linear.add(hidden, x, prefetch=self._prefetch)
+            self._linear.add(hidden, x)
         else:
             hidden += rms_norm(self._linear(x, torch.float32), self._norm.weight, self._norm.eps, torch.float32)
 
@@ -137,7 +133,7 @@ class GpuFeedForward:
 
     def __init__(self, norm: Norm, gate_up: GpuLinear, down: GpuLinear, activation: str, norm_after: Norm | None) -> None:
         self._norm, self._gate_up, self._activation = norm, gate_up, activation
-        self._down = GpuAddition(down, norm_after, prefetch=False)
+        self._down = GpuAddition(down, norm_after)
         self.num_bytes = gate_up.num_bytes + down.num_bytes
 
     def add(self, hidden: torch.Tensor) -> None:

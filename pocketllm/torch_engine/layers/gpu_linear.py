@@ -123,11 +123,11 @@ class GpuLinear:
             norm_linear(hidden, norm.weight, norm.eps, part, bias, out=out[:, start:end])
         return out
 
-    def add(self, hidden: torch.Tensor, x: torch.Tensor, *, prefetch: bool = False) -> None:
-        """Add the product with x [num_tokens, in] to hidden [num_tokens, out] float32. prefetch: as in kernels/linear.py."""
+    def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the product with x [num_tokens, in] to hidden [num_tokens, out] float32."""
         if len(self._parts) > 1:
             hidden += self(x)
         elif isinstance(self._parts[0], GgufWeight):
             gguf_linear(x, self._parts[0], bias=self._bias, out=hidden, add=True)
         else:
-            add_linear(hidden, x, self._parts[0], self._bias, prefetch=prefetch)
+            add_linear(hidden, x, self._parts[0], self._bias)
