@@ -8,7 +8,7 @@ namespace pocket {
 namespace {
 
 constexpr std::int64_t kCachedRows = 512;          // rows that pass by the weights together
-constexpr std::int64_t kCachedValues = 512 << 10;  // of x, 1 MiB: they stay in a core's second-level cache beside weights and sums
+constexpr std::int64_t kCachedValues = 128 << 10;  // of x, 256 KiB: they stay in the second-level cache, and a pair of panels as wide in the first
 constexpr std::int64_t kGroupPairs = 4;            // pairs of panels that share x while it is in the cache
 constexpr int kScaleSteps = kScaleBlock / 32;
 constexpr std::size_t kFloat8Block = (kScaleBlock + sizeof(float)) * kPanelRows;  // bytes
@@ -37,11 +37,8 @@ PanelPair pair_at(const CpuMatrix::Segment& segment, std::int64_t left, std::int
     return pair;
 }
 
-// One or two row tiles times a pair. Of float8, the columns that share scales at a time.
-void multiply_pair(const PanelPair& pair, TileProduct product) {
-    product.panels[0] = pair.panels[0];
-    product.panels[1] = pair.panels[1];
-    if (!pair.scaled[0]) return amx_product(product);
+// One or two row tiles times a pair of float8, the columns that share scales at a time.
+void multiply_scaled(const PanelPair& pair, const TileProduct& product) {
     alignas(64) float products[2][2 * kTileRows * kPanelRows];
     TileProduct part = product;
     part.sums[0] = products[0];
@@ -102,12 +99,22 @@ void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatri
                         product.row_tiles = tile + 1 < own_tiles ? 2 : 1;
                         product.steps = static_cast<int>(last_step - first_step);
                         product.adds = block > 0;
-                        multiply_pair(pair, product);
-                        if (block + 1 < blocks) continue;
+                        product.panels[0] = pair.panels[0];
+                        product.panels[1] = pair.panels[1];
                         const int count = static_cast<int>(std::min<std::int64_t>(2 * kTileRows, rows - tile * kTileRows));
+                        float* to = static_cast<float*>(out.data) + (top + tile * kTileRows) * out.stride + segment.first_row;
+                        if (block + 1 == blocks) {  // by the time that the sums are there, so is the memory for them
+                            for (int row = 0; row < count; ++row) {
+                                __builtin_prefetch(to + row * out.stride + left * kPanelRows, 1);
+                                if (!is_gated) __builtin_prefetch(to + row * out.stride + right * kPanelRows, 1);
+                            }
+                        }
+                        if (is_float8) multiply_scaled(pair, product);
+                        else amx_product(product);
+                        if (block + 1 < blocks) continue;
                         const auto finish = [&](std::int64_t panel, const float* from, const float* ups) {
                             const int valid = static_cast<int>(std::min<std::int64_t>(kPanelRows, segment.rows - panel * kPanelRows));
-                            kernels_.finish(epilogue, from, ups, count, valid, static_cast<float*>(out.data) + (top + tile * kTileRows) * out.stride + segment.first_row + panel * kPanelRows, out.stride);
+                            kernels_.finish(epilogue, from, ups, count, valid, to + panel * kPanelRows, out.stride);
                         };
                         finish(left, product.sums[0], product.sums[1]);
                         if (!is_gated && pair.panels[1]) finish(right, product.sums[1], nullptr);
