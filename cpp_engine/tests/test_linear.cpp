@@ -149,6 +149,7 @@ TEST(wide_products) {
         Random random(4);
         for (const std::int64_t rows : {1, 9, 48, 130}) check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::store, true);
         for (const std::int64_t rows : {1, 9, 48, 130}) check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::swiglu, false);
+        for (const DType dtype : {DType::bfloat16, DType::float8_e4m3}) check_product(device, where, random, {{300, dtype}}, 2344, DType::bfloat16, 530, Epilogue::add, false);
     });
 }
 

@@ -1,11 +1,15 @@
 #include "backends/cpu/amx.h"
 
+#include <algorithm>
+
+#include "backends/cpu/kernels.h"
 #include "backends/cpu/target.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-POCKET_TARGET_BEGIN("avx512f,amx-tile,amx-bf16")
+POCKET_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
+#include "backends/cpu/lanes_avx512.h"
 namespace pocket {
 namespace {
 
@@ -83,6 +87,25 @@ void amx_product(const TileProduct& product) {
     else product.panels[1] ? multiply<1, 2>(product) : multiply<1, 1>(product);
 }
 
+void amx_unpack(const std::byte* panel, std::int64_t columns, std::uint16_t* out) {
+    for (std::int64_t first = 0; first < columns; first += kScaleBlock) {
+        panel += kPanelRows * sizeof(float);
+        for (std::int64_t k = first; k < std::min<std::int64_t>(columns, first + kScaleBlock); k += 2, panel += 2 * kPanelRows, out += 2 * kPanelRows) {
+            const auto* bytes = reinterpret_cast<const std::uint8_t*>(panel);
+            const __m512i even = _mm512_castps_si512(Avx512::load_float8(bytes)), odd = _mm512_castps_si512(Avx512::load_float8(bytes + kPanelRows));
+            _mm512_storeu_si512(out, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));  // the lower halves are zero
+        }
+    }
+}
+
+void amx_add_scaled(const float* products, const float* scales, int rows, bool adds, float* sums) {
+    const __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(scales), _mm512_set1_ps(256.0f));
+    for (int i = 0; i < rows * kPanelRows; i += kPanelRows) {
+        const __m512 before = adds ? _mm512_loadu_ps(sums + i) : _mm512_setzero_ps();
+        _mm512_storeu_ps(sums + i, _mm512_fmadd_ps(_mm512_loadu_ps(products + i), scale, before));
+    }
+}
+
 }  // namespace pocket
 POCKET_TARGET_END
 
@@ -94,6 +117,8 @@ namespace pocket {
 void amx_configure(int, int) {}
 void amx_release() {}
 void amx_product(const TileProduct&) {}
+void amx_unpack(const std::byte*, std::int64_t, std::uint16_t*) {}
+void amx_add_scaled(const float*, const float*, int, bool, float*) {}
 
 }  // namespace pocket
 

@@ -26,4 +26,10 @@ struct TileProduct {
 
 void amx_product(const TileProduct& product);
 
+// float8 panels are multiplied by way of bfloat16, which holds 256th parts of their numbers exactly; their scales are applied to sums in float32.
+// `columns` columns of a float8 panel from the start of a block on -> a bfloat16 panel.
+void amx_unpack(const std::byte* panel, std::int64_t columns, std::uint16_t* out);
+// sums [rows][16] = products [rows][16] * 256 * scales [16], added to what they hold where `adds`
+void amx_add_scaled(const float* products, const float* scales, int rows, bool adds, float* sums);
+
 }  // namespace pocket

@@ -10,8 +10,10 @@ template <typename L>
 void convolve(const float* x, std::int64_t stride, int tokens, int channels, const float* weight, std::int64_t weight_stride, int kernel, float* tail, std::int64_t tail_stride, float* out,
               std::int64_t out_stride) {
     const int past = kernel - 1;
+    constexpr int kAhead = 8;  // tokens: their rows lie too far apart for the processor to guess
     for (int token = 0; token < tokens; ++token) {
         for (int i = 0; i < channels; i += 16) {
+            if (token + kAhead < tokens) L::prefetch(x + (token + kAhead) * stride + i);
             auto sum = L::zero();
             for (int j = 0; j < kernel; ++j) {
                 const int from = token + j - past;

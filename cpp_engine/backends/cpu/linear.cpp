@@ -59,7 +59,7 @@ void CpuDevice::multiply(const Tensor& x, const Norm* norm, const CpuMatrix& wei
 }
 
 void CpuDevice::multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out) {
-    if (isa_ == Isa::amx_bf16 && segment.dtype == DType::bfloat16 && x.rows >= kTiledRows) return multiply_tiles(x, norm, weight, segment, epilogue, out);
+    if (isa_ == Isa::amx_bf16 && (segment.dtype == DType::bfloat16 || segment.dtype == DType::float8_e4m3) && x.rows >= kTiledRows) return multiply_tiles(x, norm, weight, segment, epilogue, out);
     const std::int64_t padded = weight.padded_columns();
     const int rows = static_cast<int>(x.rows);
     const RowForm form = form_of(kernels_, segment.dtype);
