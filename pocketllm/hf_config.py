@@ -46,6 +46,8 @@ _REQUIRED = {
         "hidden_activation",
     ),
 }
+# Of architectures that read their own keys, those that a plane needs before the model is looked at.
+_REQUIRED_EARLY = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), ("vocab_size", "max_position_embeddings"))
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
 # Other names of keys, in architectures that are not listed here. The first that is there counts.
@@ -123,7 +125,7 @@ def hf_config(raw: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
                 config[name] = value
     _check_ints(config, _POSITIVE_INTS, path)
     _normalize_rope(config, path)
-    for name in _REQUIRED.get(architecture, ()):
+    for name in (*_REQUIRED.get(architecture, ()), *_REQUIRED_EARLY.get(architecture, ())):
         if config.get(name) is None:
             raise ConfigurationError(f"{path} lacks the key {name}: download it again.", param="model")
     for name in _NULLABLE.get(architecture, ()):

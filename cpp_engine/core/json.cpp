@@ -64,7 +64,8 @@ void append_quoted(std::string& out, std::string_view text) {
 
 class JsonParser {
 public:
-    JsonParser(std::string_view text, const std::string& source) : text_(text), source_(source) {}
+    JsonParser(std::string_view text, const std::string& source, const std::string& remedy, const std::string& field)
+        : text_(text), source_(source), remedy_(remedy), field_(field) {}
 
     Json parse() {
         Json value = parse_value(0);
@@ -76,7 +77,7 @@ public:
 private:
     [[noreturn]] void fail(const char* what) const {
         const std::string where = std::to_string(place_);
-        throw Error(ErrorKind::configuration, source_ + " is not valid JSON (" + what + ", at byte " + where + "): download it again.", "model");
+        throw Error(ErrorKind::configuration, source_ + " is not valid JSON (" + what + ", at byte " + where + "): " + remedy_ + ".", field_);
     }
 
     char peek() const { return place_ < text_.size() ? text_[place_] : '\0'; }
@@ -249,7 +250,7 @@ private:
     }
 
     std::string_view text_;
-    const std::string& source_;
+    const std::string &source_, &remedy_, &field_;
     std::size_t place_ = 0;
 };
 
@@ -300,7 +301,9 @@ const T& get(const Variant& value, const Json& json, const char* kind) {
 
 }  // namespace
 
-Json Json::parse(std::string_view text, const std::string& source) { return JsonParser(text, source).parse(); }
+Json Json::parse(std::string_view text, const std::string& source, const std::string& remedy, const std::string& field) {
+    return JsonParser(text, source, remedy, field).parse();
+}
 
 bool Json::boolean() const { return get<bool>(value_, *this, "true or false"); }
 

@@ -16,8 +16,8 @@ public:
     using Member = std::pair<std::string, Json>;
 
     // `text` holds one value, UTF-8, nested at most 128 deep. Integers are exact: one outside of int64 is refused, and so are a key that is there twice
-    // and anything after the value. Error(configuration): "<source> is not valid JSON (what, at byte N): download it again."
-    static Json parse(std::string_view text, const std::string& source);
+    // and anything after the value. Error(configuration) with `field`: "<source> is not valid JSON (what, at byte N): <remedy>."
+    static Json parse(std::string_view text, const std::string& source, const std::string& remedy = "download it again", const std::string& field = "model");
 
     Json() = default;  // null
 

@@ -34,6 +34,13 @@ PersistentEngine::PersistentEngine(const std::string& checkpoint, const Persiste
 
 PersistentResult PersistentEngine::run(const PersistentRequest& request, const std::function<void(std::int32_t)>& on_token) {
     check(request);
+    if (is_running_.exchange(true)) {
+        throw Error(ErrorKind::configuration, "run was called while another request is answered: wait for its end, or use QwenBatchScheduler, which answers many at a time.");
+    }
+    struct Running {
+        std::atomic<bool>& flag;
+        ~Running() { flag = false; }
+    } const running{is_running_};
     is_cancelled_ = false;
     Request row;
     row.temperature = request.temperature;

@@ -48,7 +48,7 @@ public:
     PersistentEngine(const std::string& checkpoint, const PersistentOptions& options, const LoadProgress& progress = {});
 
     // Answer one request. `on_token` hears of each id as it is drawn; what it throws ends the answer and leaves `run`.
-    // Error(configuration) naming the field that is wrong.
+    // Error(configuration) naming the field that is wrong, or when another request is being answered: its session would be continued by this one.
     PersistentResult run(const PersistentRequest& request, const std::function<void(std::int32_t)>& on_token = {});
 
     // End the answer that another thread waits for at its next token, with "cancelled".
@@ -60,7 +60,7 @@ public:
 
 private:
     QwenEngine engine_;
-    std::atomic<bool> is_cancelled_{false};
+    std::atomic<bool> is_running_{false}, is_cancelled_{false};
 };
 
 }  // namespace pocket

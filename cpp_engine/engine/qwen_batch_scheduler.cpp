@@ -114,6 +114,7 @@ void QwenBatchScheduler::publish(const std::shared_ptr<Record>& record, const St
 }
 
 std::optional<QwenBatchResult> QwenBatchScheduler::poll_result(RequestId request_id, std::int64_t timeout_ms) {
+    std::shared_ptr<Record> record;  // freed once the lock is given up: it owns callbacks, whose end may wait for the caller's own locks
     std::unique_lock lock(mutex_);
     const auto place = polled_.find(request_id);
     if (place == polled_.end()) {
@@ -121,7 +122,7 @@ std::optional<QwenBatchResult> QwenBatchScheduler::poll_result(RequestId request
                     "Request " + std::to_string(request_id) + " has no result to poll: it is unknown, was submitted with a callback, or its result was taken.",
                     "request_id");
     }
-    const std::shared_ptr<Record> record = place->second;
+    record = place->second;
     const auto is_done = [&] { return record->is_done; };
     if (timeout_ms < 0) {
         finished_.wait(lock, is_done);

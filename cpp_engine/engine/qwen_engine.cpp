@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "core/splitmix.h"
@@ -25,6 +27,19 @@ DType dtype_of(const char* field, const std::string& value, DType default_dtype)
         if (value == name(dtype)) return dtype;
     }
     throw Error(ErrorKind::configuration, "\"" + std::string(field) + "\" = \"" + value + "\" is not valid: send auto, float32, bfloat16 or float16.", field);
+}
+
+void check_counts(const QwenEngineOptions& options) {
+    constexpr int any = std::numeric_limits<int>::max(), most_rows = 1 << 16, most_threads = 1024;
+    const std::tuple<const char*, int, int> counts[] = {{"max_model_len", options.max_model_len, any},
+                                                        {"max_batch_size", options.max_batch_size, most_rows},
+                                                        {"prefill_chunk_tokens", options.prefill_chunk_tokens, any},
+                                                        {"num_threads", options.num_threads, most_threads}};
+    for (const auto& [field, value, most] : counts) {
+        if (value >= 0 && value <= most) continue;
+        const std::string wanted = most == any ? "of at least 0" : "from 0 to " + std::to_string(most);
+        throw Error(ErrorKind::configuration, "\"" + std::string(field) + "\" = " + std::to_string(value) + " is not valid: send a whole number " + wanted + ".", field);
+    }
 }
 
 // The type of the embeddings, which are never FP8.
@@ -52,11 +67,8 @@ CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& d
 
 QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOptions& options, const LoadProgress& progress)
     : options_(options), process_(getpid()) {
-    if (options.num_threads < 0) {
-        throw Error(ErrorKind::configuration, "\"num_threads\" = " + std::to_string(options.num_threads) + " is not valid: send a whole number of at least 0, where 0 is all cores.",
-                    "num_threads");
-    }
-    // What is wrong is refused before a device is made.
+    // What is wrong is refused before a device is made, let alone gigabytes read.
+    check_counts(options);
     dtype_of("kv_cache_dtype", options.kv_cache_dtype, DType::float32);
     Checkpoint checkpoint(checkpoint_folder);
     const DType dtype = weight_dtype(options, checkpoint);
@@ -172,9 +184,9 @@ std::vector<float> QwenEngine::logits(std::span<const std::int32_t> token_ids) {
 void QwenEngine::warmup() {
     const auto lock = enter("warmup");
     session_->reset();
-    const std::vector<std::int32_t> prompt(static_cast<std::size_t>(std::min(16, config_.max_model_len - 1)), 0);
+    const std::vector<std::int32_t> prompt(static_cast<std::size_t>(std::clamp(config_.max_model_len - 1, 1, 16)), 0);
     session_->prefill(prompt, greedy);
-    session_->decode_step(0, greedy, 1);
+    if (config_.max_model_len > 1) session_->decode_step(0, greedy, 1);
     session_->reset();
 }
 

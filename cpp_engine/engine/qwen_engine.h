@@ -39,7 +39,7 @@ public:
     std::vector<std::int32_t> generate(std::span<const std::int32_t> token_ids, int max_new_tokens, const std::function<void(std::int32_t)>& on_token = {});
     std::vector<std::int32_t> verify(std::span<const std::int32_t> token_ids);              // the greedy id after each
     std::vector<float> logits(std::span<const std::int32_t> token_ids);                     // [token_ids.size(), vocab_size]
-    void warmup();                                                                          // one step of each size; the session is empty then
+    void warmup();                                                                          // a short prompt and a decode step; the session is empty then
     void reset();                                                                           // the session is empty, and so is its prefix cache
     std::int64_t num_tokens() const;                                                        // that the session holds
     int cached_tokens() const;                                                              // that the last prefill reused

@@ -1,6 +1,7 @@
 #include "engine/session.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -11,9 +12,19 @@ namespace pocket {
 
 namespace {
 
-// The most likely id of one row of logits; of equal ones the lowest.
+[[noreturn]] void refuse_logits(std::int64_t num_tokens) {
+    throw Error(ErrorKind::device, "The model's logits after " + std::to_string(num_tokens) +
+                                       " tokens are not finite: its weights or this compute type don't fit. Try dtype = float32.");
+}
+
+// The most likely id of one row of logits; of equal ones the lowest. -1 where a logit is NaN or the largest is infinite, as for Device::sample.
 std::int32_t greedy(const float* logits, int vocab_size) {
-    return static_cast<std::int32_t>(std::max_element(logits, logits + vocab_size) - logits);
+    const float* best = logits;
+    for (const float* logit = logits; logit < logits + vocab_size; ++logit) {
+        if (std::isnan(*logit)) return -1;
+        if (*logit > *best) best = logit;
+    }
+    return std::isfinite(*best) ? static_cast<std::int32_t>(best - logits) : -1;
 }
 
 }  // namespace
@@ -106,7 +117,12 @@ std::vector<std::int32_t> Session::verify(std::span<const std::int32_t> token_id
     const std::vector<float> logits = compute_logits(token_ids);
     const int vocab_size = runner_.vocab_size();
     std::vector<std::int32_t> ids(token_ids.size());
-    for (std::size_t place = 0; place < ids.size(); ++place) ids[place] = greedy(logits.data() + place * static_cast<std::size_t>(vocab_size), vocab_size);
+    for (std::size_t place = 0; place < ids.size(); ++place) {
+        ids[place] = greedy(logits.data() + place * static_cast<std::size_t>(vocab_size), vocab_size);
+        if (ids[place] >= 0) continue;
+        reset();
+        refuse_logits(static_cast<std::int64_t>(before + place + 1));
+    }
     std::size_t accepted = 1;
     while (accepted < ids.size() && token_ids[accepted] == ids[accepted - 1]) ++accepted;
     if (accepted < ids.size()) {
@@ -220,10 +236,7 @@ Draw Session::compute(std::span<const std::int32_t> token_ids, const Request* re
         std::vector<Draw> draws = runner_.run(std::span<const RunRow>(&one, 1), copies);
         token_ids_.insert(token_ids_.end(), token_ids.begin(), token_ids.end());
         if (request == nullptr) return {};
-        if (!draws.at(0).is_finite) {
-            throw Error(ErrorKind::device, "The model's logits after " + std::to_string(num_tokens()) +
-                                               " tokens are not finite: its weights or this compute type don't fit. Try dtype = float32.");
-        }
+        if (!draws.at(0).is_finite) refuse_logits(num_tokens());
         return std::move(draws[0]);
     } catch (...) {
         reset();

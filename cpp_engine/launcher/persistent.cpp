@@ -25,7 +25,7 @@ void print_error(const std::string& id, const std::string& message, const std::s
 void answer(PersistentEngine& engine, const std::string& line) {
     std::string id;
     try {
-        const Json parsed = Json::parse(line, "The line");
+        const Json parsed = Json::parse(line, "The line", "send one JSON object", {});
         if (const Json* found = parsed.find("id"); found != nullptr && found->is_string()) id = found->string();
         const LineRequest read = read_request(parsed);
         const PersistentResult result = engine.run(read.request, [&](std::int32_t token_id) {

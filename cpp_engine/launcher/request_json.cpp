@@ -12,12 +12,14 @@ namespace {
 
 constexpr const char* fields = "id, token_ids, max_new_tokens, temperature, top_p, top_k, seed, stop_token_ids, logprobs, stream";
 
-[[noreturn]] void refuse(const std::string& field, const Json& value, const char* wanted) {
+[[noreturn]] void refuse(const std::string& field, const Json& value, const std::string& wanted) {
     throw Error(ErrorKind::configuration, "\"" + field + "\" = " + value.text() + " is not valid: send " + wanted + ".", field);
 }
 
 std::int64_t integer(const std::string& field, const Json& value, std::int64_t least, std::int64_t most) {
-    if (!value.is_integer() || value.integer() < least || value.integer() > most) refuse(field, value, "a whole number that the field can hold");
+    if (!value.is_integer() || value.integer() < least || value.integer() > most) {
+        refuse(field, value, "a whole number from " + std::to_string(least) + " to " + std::to_string(most));
+    }
     return value.integer();
 }
 

@@ -50,10 +50,4 @@ void Lifetime::end() {
     changed_.wait(lock, [this] { return num_calls_ == 0; });
 }
 
-bool Lifetime::has_ended() const {
-    if (getpid() != process_) return false;
-    const std::lock_guard lock(mutex_);
-    return has_ended_;
-}
-
 }  // namespace pocket::python

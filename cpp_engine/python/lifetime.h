@@ -26,12 +26,11 @@ public:
 
     void add(const std::shared_ptr<QwenBatchScheduler>& scheduler);
     void end();                                             // without the GIL
-    bool has_ended() const;
 
 private:
     Lifetime();
 
-    mutable std::mutex mutex_;
+    std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::weak_ptr<QwenBatchScheduler>> schedulers_;
     int num_calls_ = 0;

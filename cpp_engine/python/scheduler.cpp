@@ -1,6 +1,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <exception>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -13,35 +16,42 @@ namespace pocket::python {
 
 namespace {
 
-// A scheduler with a share of its engine, so that Python may drop the two in any order. Dropping it stops it.
+// Dropping it stops the scheduler.
 class PythonScheduler {
 public:
-    PythonScheduler(std::shared_ptr<QwenEngine> engine, int max_batch_size) : engine_(std::move(engine)) {
-        without_gil([&] { scheduler_ = std::make_shared<QwenBatchScheduler>(*engine_, max_batch_size); });
+    PythonScheduler(std::shared_ptr<QwenEngine> engine, int max_batch_size) {
+        without_gil([&] {
+            // Whoever is the last to hold the scheduler frees the engine after it, so that Python may drop the two in any order.
+            auto* made = new QwenBatchScheduler(*engine, max_batch_size);
+            scheduler_ = std::shared_ptr<QwenBatchScheduler>(made, [engine](QwenBatchScheduler* scheduler) mutable {
+                delete scheduler;
+                engine.reset();  // and not with this function, which weak references keep
+            });
+        });
         Lifetime::get().add(scheduler_);
     }
 
     ~PythonScheduler() {
         // The thread that stop waits for may be in a callback, waiting for the GIL.
         const py::gil_scoped_release released;
-        if (!scheduler_->is_in_callback() || Lifetime::get().has_ended()) {
+        if (!scheduler_->is_in_callback()) {
             scheduler_.reset();
-            engine_.reset();
             return;
         }
         // A callback dropped the last reference: it can't wait for the thread that it is on.
-        auto running = std::make_shared<Lifetime::Call>();
-        std::thread([running, scheduler = std::move(scheduler_), engine = std::move(engine_)]() mutable {
-            scheduler.reset();
-            engine.reset();
-        }).detach();
+        auto* kept = new std::shared_ptr<QwenBatchScheduler>(std::move(scheduler_));
+        try {
+            auto running = std::make_shared<Lifetime::Call>();
+            std::thread([running, kept] { delete kept; }).detach();
+        } catch (const std::exception&) {
+            // Python is shutting down, which stops every scheduler, or the system has no thread to give: then it stays as it is.
+        }
     }
 
     QwenBatchScheduler& operator*() const { return *scheduler_; }
     QwenBatchScheduler* operator->() const { return scheduler_.get(); }
 
 private:
-    std::shared_ptr<QwenEngine> engine_;
     std::shared_ptr<QwenBatchScheduler> scheduler_;         // shared with Lifetime while that stops it
 };
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 1024
+_MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
 # The native engine's words for what EngineArgs and requests call otherwise.
 _FIELDS = {"max_new_tokens": "max_tokens", "prompt_token_ids": "prompt", "prompt_tokens": "prompt", "checkpoint": "model"}
@@ -52,7 +53,7 @@ class CppBackend(Backend):
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
-        self._options = _Options.read(args)
+        self._options = _Options.read(args, int(checkpoint.config["vocab_size"]))
         self._context_length = _context_length(args, checkpoint)
         self._engine: _Engine | None = None
         self._closed = False
@@ -81,12 +82,11 @@ class CppBackend(Backend):
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             max_model_len=args.max_model_len or 0,
-            max_batch_size=args.max_batch_size or 0,
+            max_batch_size=min(args.max_batch_size or 0, _MAX_INT),
             kv_cache_memory=args.kv_cache_bytes or 0,
             num_threads=self._options.num_threads,
-            prefill_chunk_tokens=chunk,
+            prefill_chunk_tokens=min(chunk, _MAX_INT),
             enable_prefix_caching=args.enable_prefix_caching,
-            seed=args.seed or 0,
         )
         try:
             loaded = native.QwenEngine.load(str(self._checkpoint.path), options, report)
@@ -140,6 +140,8 @@ class CppBackend(Backend):
         if self._closed:  # while the last of it was made
             engine.close()
             self._check_open()
+        for limit in config.limits:
+            logger.warning("%s", limit)
         progress(LoadProgress(1.0, "ready"))
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
@@ -216,10 +218,12 @@ class _Engine:
             self._active[request_id] = None
         try:
             native_id = self._scheduler.submit_request(request.prompt_token_ids, sampling, callback=_ignore, on_step=self._listener(request_id, on_step))
-        except native.Error as error:
+        except BaseException as error:
             with self._lock:
                 del self._active[request_id]
-            raise translate(error) from None
+            if isinstance(error, native.Error):
+                raise translate(error) from None
+            raise
         with self._lock:
             if request_id not in self._active:  # it has ended already
                 return
@@ -290,9 +294,9 @@ class _Options:
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def read(cls, args: EngineArgs) -> _Options:
+    def read(cls, args: EngineArgs, vocab_size: int) -> _Options:
         """Raises:
-        ConfigurationError: a name is unknown, or a value makes no sense.
+        ConfigurationError: a name is unknown, or a value makes no sense for a model of `vocab_size` tokens.
         """
         options: dict[str, Any] = dict(args.backend_options)
         names = ("num_threads", "eos_token_id")
@@ -311,6 +315,11 @@ class _Options:
         if eos is not None and not (ids and all(_is_int(id_) and id_ >= 0 for id_ in ids)):
             raise ConfigurationError(
                 f'"eos_token_id" = {eos!r} in "backend_options" is not valid: send a token id, or a list of token ids.', param="backend_options"
+            )
+        if beyond := [id_ for id_ in ids if id_ >= vocab_size]:
+            raise ConfigurationError(
+                f'"eos_token_id" = {beyond[0]} in "backend_options" is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.',
+                param="backend_options",
             )
         return cls(threads or 0, frozenset(ids))
 
@@ -336,11 +345,6 @@ def resolve_eos(replaced: frozenset[int], config: pocketllm_cpp.QwenConfig, chec
     Where nobody does, the source is "none", and only the token budget ends an answer.
     """
     if replaced:
-        if beyond := [id_ for id_ in sorted(replaced) if id_ >= config.vocab_size]:
-            raise ConfigurationError(
-                f'"eos_token_id" = {beyond[0]} in "backend_options" is no token of this model: ids are whole numbers from 0 to {config.vocab_size - 1}.',
-                param="backend_options",
-            )
         return replaced, "backend_options"
     if config.eos_token_ids:
         return frozenset(config.eos_token_ids), "engine"

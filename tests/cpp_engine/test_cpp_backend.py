@@ -171,6 +171,7 @@ def test_requests_that_break_the_terms(backend: CppBackend, request_: EngineRequ
         ({"eos_token_id": 2.0}, '"eos_token_id" = 2.0 in "backend_options" is not valid: send a token id, or a list of token ids.'),
         ({"eos_token_id": True}, '"eos_token_id" = True in "backend_options" is not valid: send a token id, or a list of token ids.'),
         ({"eos_token_id": []}, '"eos_token_id" = [] in "backend_options" is not valid: send a token id, or a list of token ids.'),
+        ({"eos_token_id": [2, 10**6]}, '"eos_token_id" = 1000000 in "backend_options" is no token of this model: ids are whole numbers from 0 to 1535.'),
         ({"threads": 1}, "\"backend_options\" holds 'threads', which the cpp plane does not know: it takes num_threads, eos_token_id."),
     ],
 )
@@ -187,7 +188,7 @@ def test_wrong_plane_options_are_refused_before_loading(plane: dict[str, Any], s
         ({"kv_cache_memory": "1KiB"}, ConfigurationError, "kv_cache_memory"),
         ({"kv_cache_memory": 2**50}, ConfigurationError, "kv_cache_memory"),
         ({"device": "cuda"}, UnsupportedFeatureError, "device"),
-        ({"backend_options": {"eos_token_id": 10**6}}, ConfigurationError, "backend_options"),
+        ({"max_batch_size": 2**40}, ConfigurationError, "max_batch_size"),
     ],
 )
 def test_what_can_not_be_is_refused(options: dict[str, Any], error: type[Exception], param: str) -> None:

@@ -92,7 +92,7 @@ def test_persistent(launcher: str, engine: Any, prompt_tokens: list[int]) -> Non
     assert faults["c"]["field"] == "max_tokens"
     assert "there are id, token_ids, max_new_tokens" in faults["c"]["message"]
     assert [faults[id_]["field"] for id_ in "def"] == ["token_ids", "tokens", "top_p"]
-    assert "is not valid JSON" in faults[""]["message"]
+    assert faults[""] == {"message": "The line is not valid JSON (no value, at byte 0): send one JSON object.", "field": None}
 
 
 def test_audit(launcher: str, engine: Any) -> None:

@@ -147,6 +147,19 @@ def test_options_that_can_not_be_are_refused(native: Any, checkpoint: str, chang
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [{"max_model_len": -1}, {"max_batch_size": 2**16 + 1}, {"prefill_chunk_tokens": -1}, {"num_threads": 1025}])
+def test_counts_are_refused_before_a_file_is_read(native: Any, change: dict[str, int]) -> None:
+    with pytest.raises(native.Error, match="is not valid: send a whole number") as caught:
+        native.QwenEngine("/nowhere", native.QwenEngineOptions(**change))
+    assert [caught.value.field] == list(change)
+
+
+def test_a_context_of_one_token_warms_up(native: Any, checkpoint: str) -> None:
+    engine = native.QwenEngine(checkpoint, options(native, max_model_len=1))
+    engine.warmup()
+    assert engine.num_tokens == 0
+
+
 def test_a_folder_that_is_none(native: Any, tmp_path: Any) -> None:
     with pytest.raises(native.Error, match=r"config\.json"):
         native.QwenEngine(str(tmp_path))
@@ -237,5 +250,7 @@ def test_persistent_engine(native: Any, checkpoint: str, engine: Any, prompt_tok
     assert persistent.run(sampled).token_ids == persistent.run(sampled).token_ids
     with pytest.raises(native.Error, match='"top_p" = 0'):
         persistent.run(native.PersistentRequest(token_ids=[1], top_p=0))
+    with pytest.raises(native.Error, match="run was called while another request is answered"):  # its session would be continued
+        persistent.run(native.PersistentRequest(token_ids=prompt_tokens), lambda token: persistent.run(sampled))
     with pytest.raises(ZeroDivisionError):
         persistent.run(native.PersistentRequest(token_ids=prompt_tokens), lambda token: 1 / 0)

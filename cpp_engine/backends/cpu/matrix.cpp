@@ -12,7 +12,7 @@
 namespace pocket {
 namespace {
 
-[[noreturn]] void refuse(const HostTensor& tensor, const std::string& what) { throw Error(ErrorKind::configuration, tensor.file + ": " + tensor.name + " " + what); }
+[[noreturn]] void refuse(const HostTensor& tensor, const std::string& what) { throw Error(ErrorKind::configuration, tensor.file + ": " + tensor.name + " " + what, "model"); }
 
 DType stored_dtype(const HostTensor& tensor, DType dtype) { return tensor.dtype == DType::float8_e4m3 ? DType::float8_e4m3 : dtype; }
 
@@ -60,17 +60,17 @@ void check_part(const MatrixPart& part, std::int64_t columns) {
     if (scales.shape != shape) refuse(scales, "is not [" + std::to_string(shape[0]) + ", " + std::to_string(shape[1]) + "]: one scale for each 128 x 128 values of " + weight.name);
     if (scales.dtype != DType::float32 && scales.dtype != DType::bfloat16) refuse(scales, std::string("is ") + name(scales.dtype) + "; scales are float32 or bfloat16");
     for (std::int64_t i = 0; i < scales.num_elements(); ++i)
-        if (!std::isfinite(as_float(scales, i))) refuse(scales, "has a value that is NaN or infinite at index " + std::to_string(i) + "; the file is damaged");
+        if (!std::isfinite(as_float(scales, i))) refuse(scales, "has a value that is NaN or infinite at index " + std::to_string(i) + "; the file is damaged: download it again");
 }
 
 [[noreturn]] void refuse_value(const HostTensor& weight, std::int64_t row, std::int64_t columns, DType dtype) {
     for (std::int64_t column = 0; column < columns; ++column) {
         const float value = as_float(weight, row * columns + column);
         const std::string place = " at [" + std::to_string(row) + ", " + std::to_string(column) + "]";
-        if (!std::isfinite(value)) refuse(weight, "has a value that is NaN or infinite" + place + "; the file is damaged");
+        if (!std::isfinite(value)) refuse(weight, "has a value that is NaN or infinite" + place + "; the file is damaged: download it again");
         if (dtype == DType::float16 && std::isinf(from_float16(to_float16(value)))) refuse(weight, "has " + std::to_string(value) + place + ", too large for float16; load it as bfloat16 or float32");
     }
-    refuse(weight, "has a value that is NaN or infinite; the file is damaged");
+    refuse(weight, "has a value that is NaN or infinite; the file is damaged: download it again");
 }
 
 // One row [columns] of `weight` as bits of `dtype`. False when one is not finite.

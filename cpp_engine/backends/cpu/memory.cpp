@@ -58,19 +58,32 @@ private:
 };
 #endif
 
-// The number in a file that holds one, or the number of a line "key: number kB" in /proc/meminfo.
-std::size_t number_in(const char* path) {
+// The number in a file that holds one; 0 where there is none, such as "max".
+std::size_t number_in(const std::string& path) {
     std::ifstream file(path);
     std::size_t number = 0;
     return file >> number ? number : 0;
 }
 
-std::size_t meminfo(const std::string& key) {
-    std::ifstream file("/proc/meminfo");
-    std::string word;
-    for (std::size_t kibibytes = 0; file >> word;)
-        if (word == key && file >> kibibytes) return kibibytes << 10;
+// The number behind `key` in a file of lines "key number".
+std::size_t number_of(const std::string& path, const std::string& key) {
+    std::ifstream file(path);
+    for (std::string word; file >> word;) {
+        std::size_t number = 0;
+        if (word == key && file >> number) return number;
+    }
     return 0;
+}
+
+std::size_t meminfo(const std::string& key) { return number_of("/proc/meminfo", key) << 10; }
+
+// What the control group (version 2 or 1) holds and can't give up: files that the system keeps in memory go when somebody needs the room.
+std::size_t cgroup_used() {
+    const bool is_unified = number_in("/sys/fs/cgroup/memory.current") > 0;
+    const std::string folder = is_unified ? "/sys/fs/cgroup/" : "/sys/fs/cgroup/memory/", prefix = is_unified ? "" : "total_";
+    const std::size_t all = number_in(folder + (is_unified ? "memory.current" : "memory.usage_in_bytes"));
+    const std::size_t files = number_of(folder + "memory.stat", prefix + "inactive_file") + number_of(folder + "memory.stat", prefix + "active_file");
+    return all > files ? all - files : 0;
 }
 
 std::size_t cgroup_limit() {
@@ -96,8 +109,8 @@ std::size_t total_memory() { return std::min(meminfo("MemTotal:"), cgroup_limit(
 std::size_t free_memory() {
     const std::size_t free = meminfo("MemAvailable:"), limit = cgroup_limit();
     if (limit == std::numeric_limits<std::size_t>::max()) return free;
-    const std::size_t used = std::max(number_in("/sys/fs/cgroup/memory.current"), number_in("/sys/fs/cgroup/memory/memory.usage_in_bytes"));
-    return std::min(free, limit > used ? limit - used : 0);
+    const std::size_t used = cgroup_used();
+    return std::min<std::size_t>(free, limit > used ? limit - used : 1);  // 0 would say that nobody knows
 }
 
 }  // namespace pocket
