@@ -37,8 +37,8 @@ PanelPair pair_at(const CpuMatrix::Segment& segment, std::int64_t left, std::int
     return pair;
 }
 
-// One or two row tiles times a pair of float8, the columns that share scales at a time.
-void multiply_scaled(const PanelPair& pair, const TileProduct& product) {
+// The first `rows` rows of one or two row tiles times a pair of float8, the columns that share scales at a time.
+void multiply_scaled(const PanelPair& pair, const TileProduct& product, int rows) {
     alignas(64) float products[2][2 * kTileRows * kPanelRows];
     TileProduct part = product;
     part.sums[0] = products[0];
@@ -49,7 +49,7 @@ void multiply_scaled(const PanelPair& pair, const TileProduct& product) {
         amx_product(part);
         for (int i = 0; i < 2 && part.panels[i]; ++i) {
             const std::byte* scales = pair.scaled[i] + static_cast<std::size_t>(step / kScaleSteps) * kFloat8Block;
-            amx_add_scaled(products[i], reinterpret_cast<const float*>(scales), product.row_tiles * kTileRows, product.adds || step > 0, product.sums[i]);
+            amx_add_scaled(products[i], reinterpret_cast<const float*>(scales), rows, product.adds || step > 0, product.sums[i]);
             part.panels[i] += part.steps * kTileValues * 2;
         }
         part.x += part.steps * kTileValues;
@@ -109,7 +109,7 @@ void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatri
                                 if (!is_gated) __builtin_prefetch(to + row * out.stride + right * kPanelRows, 1);
                             }
                         }
-                        if (is_float8) multiply_scaled(pair, product);
+                        if (is_float8) multiply_scaled(pair, product, count);
                         else amx_product(product);
                         if (block + 1 < blocks) continue;
                         const auto finish = [&](std::int64_t panel, const float* from, const float* ups) {
