@@ -343,6 +343,19 @@ print("running", flush=True)
     assert ("Traceback" in done.stderr) == end.startswith("raise")
 
 
+def test_a_callback_drops_the_scheduler_and_its_engine_while_the_interpreter_ends(native: Any, checkpoint: str) -> None:
+    run = """
+held = [pocketllm_cpp.QwenBatchScheduler(engine)]
+del engine
+for _ in range(6):
+    held[0].submit_request([1, 2, 3], sampling, callback=lambda result: held.clear(), on_token=lambda request_id, token: started.set())
+started.wait()
+print("running", flush=True)
+"""
+    done = in_a_process(PREPARE.format(checkpoint=checkpoint) + run)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "running\n", "")
+
+
 def test_the_interpreter_ends_while_a_daemon_thread_generates(native: Any, checkpoint: str) -> None:
     run = """
 def forever():
