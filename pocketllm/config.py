@@ -45,8 +45,8 @@ class EngineArgs:
     tensor_parallel_rank: int = _option(0, "this process's rank, for a manual launcher", minimum=0)
     device: str = _option("auto", "cpu, cuda, cuda:N, or auto, which takes the first GPU where there is one")
     max_model_len: int | None = _option(None, "most tokens of prompt and answer together [the checkpoint's context, or what fits into memory]", minimum=2)
-    dtype: DType = _option("auto", "compute type; float32 is the exact reference, auto the fastest for the device")
-    kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute, else a 16-bit type")
+    dtype: DType = _option("auto", "compute type; float32 is the exact reference; auto the fastest for the device, on the cpp plane that of the stored weights")
+    kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute and on the cpp plane, else a 16-bit type")
     max_batch_size: int | None = _option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
     prefill_chunk_tokens: int | None = _option(
         None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 448 beside answers]", minimum=0

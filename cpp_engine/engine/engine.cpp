@@ -160,6 +160,8 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
+    bool is_own_thread() const noexcept { return own_thread_.load() == std::this_thread::get_id(); }
+
     // Nobody will join.
     void leave() {
         if (is_own_thread()) thread_.detach();
@@ -192,6 +194,7 @@ private:
         } catch (...) {
             finish(std::current_exception());
         }
+        own_thread_ = std::thread::id();                               // once it is joined, another thread may get its number
     }
 
     // Take what other threads handed over; sleep while there is nothing to do. False when the engine is to stop.
@@ -361,8 +364,6 @@ private:
         for (const auto& row : rows) emit_end(*row, reported);
     }
 
-    bool is_own_thread() const { return own_thread_.load() == std::this_thread::get_id(); }
-
     Runner& runner_;                                                   // not touched once stopping_ was seen
     const CacheShape cache_;
     const int vocab_size_;
@@ -400,6 +401,8 @@ bool Engine::cancel(RequestId id) { return loop_->cancel(id); }
 void Engine::set_prefill_token_budget(int tokens) { loop_->set_prefill_token_budget(tokens); }
 
 EngineStats Engine::stats() const { return loop_->stats(); }
+
+bool Engine::is_own_thread() const noexcept { return loop_->is_own_thread(); }
 
 bool Engine::is_dead() const { return !loop_->death().empty(); }
 

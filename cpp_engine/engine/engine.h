@@ -50,6 +50,7 @@ public:
     void set_prefill_token_budget(int tokens);
 
     EngineStats stats() const;
+    bool is_own_thread() const noexcept;                    // whether the caller is the engine's thread, as callbacks and what they free are
     bool is_dead() const;
     std::string death() const;                              // why it is dead, empty while it is not
 

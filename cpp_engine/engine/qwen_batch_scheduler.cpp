@@ -11,8 +11,6 @@ namespace pocket {
 
 namespace {
 
-thread_local const void* publishing = nullptr;  // the scheduler whose callback this thread is in
-
 // A callback's own fault ends nothing but its call.
 template <typename Call>
 void guarded(const char* what, RequestId request_id, Call&& call) noexcept {
@@ -86,10 +84,6 @@ RequestId QwenBatchScheduler::submit_request(std::vector<std::int32_t> prompt_to
 }
 
 void QwenBatchScheduler::publish(const std::shared_ptr<Record>& record, const StepOutput& output) {
-    struct Publishing {
-        explicit Publishing(const void* scheduler) { publishing = scheduler; }
-        ~Publishing() { publishing = nullptr; }
-    } const mark(this);
     QwenBatchResult& result = record->result;
     const QwenBatchCallbacks& callbacks = record->callbacks;
     result.request_id = output.request_id;
@@ -139,7 +133,7 @@ std::optional<QwenBatchResult> QwenBatchScheduler::poll_result(RequestId request
 
 bool QwenBatchScheduler::cancel(RequestId request_id) { return loop_->cancel(request_id); }
 
-bool QwenBatchScheduler::is_in_callback() const noexcept { return publishing == this; }
+bool QwenBatchScheduler::is_in_callback() const noexcept { return loop_->is_own_thread(); }
 
 void QwenBatchScheduler::stop() {
     if (is_in_callback()) {

@@ -80,7 +80,7 @@ public:
     bool is_dead() const;                                               // a step failed, and every request is refused
     std::string death() const;
     bool is_stopped() const;
-    bool is_in_callback() const noexcept;                               // whether the caller is a callback of this scheduler
+    bool is_in_callback() const noexcept;                               // whether the caller is a callback of this scheduler, or freed by its end
 
 private:
     struct Record;                                          // of a request whose result is polled or handed to on_complete

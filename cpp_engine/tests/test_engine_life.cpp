@@ -201,6 +201,21 @@ TEST(an_engine_that_is_destroyed_at_once_answers_all_the_same) {
     }
 }
 
+TEST(an_engine_that_was_stopped_may_be_destroyed_by_a_new_thread) {
+    for (int turn = 0; turn < 20; ++turn) {
+        auto setup = std::make_unique<Setup>(attention_cache(64));
+        const auto asked = ask(*setup->engine, ask_for(0, 4, 5));
+        CHECK_EQ(asked->token_ids().size(), 5U);
+        setup->engine->stop();
+        CHECK(!setup->engine->is_own_thread());
+        std::thread([&setup] {                                         // which mostly gets the number of the thread that was joined
+            CHECK(!setup->engine->is_own_thread());
+            setup->engine->stop();
+            setup.reset();
+        }).join();
+    }
+}
+
 TEST(what_a_callback_throws_is_swallowed) {
     Setup setup(attention_cache(64));
     const Request plain = ask_for(0, 4, 9);
@@ -241,8 +256,10 @@ TEST(a_callback_may_stop_the_engine) {
     Answer heard;
     setup.engine->submit(ask_for(0, 4, 200), [&](const StepOutput& output) {
         heard.hear(output);
+        CHECK(setup.engine->is_own_thread());
         if (output.num_generated == 3) setup.engine->stop();
     });
+    CHECK(!setup.engine->is_own_thread());
     CHECK_EQ(heard.reason(), FinishReason::cancelled);
     CHECK_EQ(heard.end().num_generated, 3);
     setup.engine->stop();

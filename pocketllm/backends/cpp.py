@@ -114,7 +114,7 @@ class CppBackend(Backend):
             per_request_sampling=caps.per_request_sampling,
             per_request_top_k=caps.per_request_top_k,
             continuous_batching=caps.continuous_batching,
-            chunked_prefill=caps.chunked_prefill,
+            chunked_prefill=caps.chunked_prefill and chunk > 0,
             paged_kv=caps.paged_kv,
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
@@ -187,14 +187,19 @@ class CppBackend(Backend):
             raise BackendUnavailableError("The engine was closed while the model loaded.")
 
 
+@dataclass(slots=True)
+class _ActiveRequest:
+    native_id: int | None = None  # None until submit_request returned it
+    is_cancelled: bool = False  # before that
+
+
 class _Engine:
     """A running scheduler, whose requests have the door's ids. It knows no backend, so that a backend which is dropped can stop it."""
 
     def __init__(self, scheduler: pocketllm_cpp.QwenBatchScheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._active: dict[str, int | None] = {}  # the native id, None until submit_request returned it; guarded by _lock
-        self._cancelled: set[str] = set()  # before their native id was known; guarded by _lock
+        self._active: dict[str, _ActiveRequest] = {}  # it and what it holds are guarded by _lock
 
     def submit(self, request: EngineRequest, eos: frozenset[int], on_step: StepCallback) -> None:
         import pocketllm_cpp as native
@@ -215,7 +220,7 @@ class _Engine:
                 raise ConfigurationError(
                     f'"request_id" = {request_id!r} belongs to a request that is still active: send another id, or leave it out.', param="request_id"
                 )
-            self._active[request_id] = None
+            self._active[request_id] = active = _ActiveRequest()
         try:
             native_id = self._scheduler.submit_request(request.prompt_token_ids, sampling, callback=_ignore, on_step=self._listener(request_id, on_step))
         except BaseException as error:
@@ -225,23 +230,19 @@ class _Engine:
                 raise translate(error) from None
             raise
         with self._lock:
-            if request_id not in self._active:  # it has ended already
-                return
-            self._active[request_id] = native_id
-            is_cancelled = request_id in self._cancelled
-            self._cancelled.discard(request_id)
-        if is_cancelled:
+            active.native_id = native_id
+        if active.is_cancelled:
             self._scheduler.cancel(native_id)
 
     def cancel(self, request_id: str) -> bool:
         with self._lock:
-            if request_id not in self._active:
+            active = self._active.get(request_id)
+            if active is None:
                 return False
-            native_id = self._active[request_id]
-            if native_id is None:
-                self._cancelled.add(request_id)
+            if active.native_id is None:
+                active.is_cancelled = True
                 return True
-        return self._scheduler.cancel(native_id)
+        return self._scheduler.cancel(active.native_id)
 
     def health(self) -> Health:
         if (failure := self._scheduler.failure) is not None:
@@ -261,7 +262,6 @@ class _Engine:
             if finish is not None:
                 with self._lock:
                     del self._active[request_id]
-                    self._cancelled.discard(request_id)
                 if error is not None and not isinstance(error, PocketLLMError):
                     error = self._row_error(error)
             logprobs = tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in step.logprobs)

@@ -279,6 +279,33 @@ def test_it_may_be_dropped_while_it_runs(native: Any, checkpoint: str, prompt_to
     assert last.wait().finish_reason == "cancelled"
 
 
+def test_what_a_callback_owned_may_be_the_last_to_hold_it(native: Any, checkpoint: str, prompt_tokens: list[int]) -> None:
+    """The engine's thread frees the callback of a request that has ended, and with it the scheduler, while another request runs."""
+    from tests.cpp_engine.conftest import options
+
+    class Client:
+        def __init__(self, engine: Any) -> None:
+            self.scheduler = native.QwenBatchScheduler(engine)
+            self.scheduler.submit_request(prompt_tokens, native.QwenBatchSamplingParams(**LONG))
+            self.scheduler.submit_request(prompt_tokens, native.QwenBatchSamplingParams(max_new_tokens=3, stop_token_ids=[]), callback=self.complete)
+
+        def complete(self, _result: Any) -> None:
+            pass
+
+    engine = native.QwenEngine(checkpoint, options(native))
+    for _ in range(5):
+        Client(engine)
+        deadline = time.monotonic() + 30
+        while True:  # until the scheduler is gone, and the engine has its session again
+            try:
+                engine.reset()
+                break
+            except native.Error:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert len(engine.generate(prompt_tokens, 3)) == 3
+
+
 def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
@@ -314,6 +341,19 @@ print("running", flush=True)
     assert done.stdout == "running\n"
     assert done.returncode == {"sys.exit(3)": 3, "raise KeyError('at the end')": 1}.get(end, 0), done.stderr
     assert ("Traceback" in done.stderr) == end.startswith("raise")
+
+
+def test_a_callback_drops_the_scheduler_and_its_engine_while_the_interpreter_ends(native: Any, checkpoint: str) -> None:
+    run = """
+held = [pocketllm_cpp.QwenBatchScheduler(engine)]
+del engine
+for _ in range(6):
+    held[0].submit_request([1, 2, 3], sampling, callback=lambda result: held.clear(), on_token=lambda request_id, token: started.set())
+started.wait()
+print("running", flush=True)
+"""
+    done = in_a_process(PREPARE.format(checkpoint=checkpoint) + run)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "running\n", "")
 
 
 def test_the_interpreter_ends_while_a_daemon_thread_generates(native: Any, checkpoint: str) -> None:
