@@ -22,7 +22,8 @@ std::unique_ptr<Device> make_device(const std::string& name, int num_threads) {
     }
 #endif
     if (name == "auto" || name == "cpu") return std::make_unique<CpuDevice>(num_threads);
-    throw Error(ErrorKind::unsupported, "device: '" + name + "' is not in this build, which has cpu; use device 'cpu', or build with -DPOCKET_BACKEND for another", "device");
+    throw Error(ErrorKind::unsupported,
+                "device: '" + name + "' is not in this build, which has cpu; use device 'cpu', or build with -DPOCKET_BACKEND for another", "device");
 }
 
 }  // namespace pocket

@@ -33,7 +33,8 @@ public:
     template <typename Body>
     void parallel_for(std::int64_t count, std::int64_t piece, Body&& body) {
         using Function = std::remove_reference_t<Body>;
-        run(count, piece, [](void* context, std::int64_t begin, std::int64_t end, int thread) { (*static_cast<Function*>(context))(begin, end, thread); },
+        run(
+            count, piece, [](void* context, std::int64_t begin, std::int64_t end, int thread) { (*static_cast<Function*>(context))(begin, end, thread); },
             const_cast<void*>(static_cast<const void*>(&body)));
     }
 

@@ -84,8 +84,12 @@ inline std::vector<float> rounded(const std::vector<float>& values, DType dtype)
 // An array on a device.
 class Array {
 public:
-    Array(Device& device, const std::vector<std::byte>& bits) : device_(device), buffer_(device.allocate(bits.size())) { device.upload(buffer_->data(), bits.data(), bits.size()); }
-    Array(Device& device, const std::vector<std::int32_t>& values) : device_(device), buffer_(device.allocate(values.size() * 4)) { device.upload(buffer_->data(), values.data(), values.size() * 4); }
+    Array(Device& device, const std::vector<std::byte>& bits) : device_(device), buffer_(device.allocate(bits.size())) {
+        device.upload(buffer_->data(), bits.data(), bits.size());
+    }
+    Array(Device& device, const std::vector<std::int32_t>& values) : device_(device), buffer_(device.allocate(values.size() * 4)) {
+        device.upload(buffer_->data(), values.data(), values.size() * 4);
+    }
     Array(Device& device, const std::vector<float>& values, DType dtype = DType::float32) : Array(device, to_bits(values, dtype)) {}
 
     void* data() const { return buffer_->data(); }
@@ -163,9 +167,13 @@ private:
     std::vector<std::unique_ptr<Array>> arrays_;
 };
 
-inline Tensor matrix(const Array& array, std::int64_t rows, std::int64_t columns, DType dtype = DType::float32) { return {array.data(), dtype, rows, columns, columns}; }
+inline Tensor matrix(const Array& array, std::int64_t rows, std::int64_t columns, DType dtype = DType::float32) {
+    return {array.data(), dtype, rows, columns, columns};
+}
 
 // How far a device's operator may be from the float64 reference, of the size of what it adds up.
-inline double tolerance(Device& device) { return device.info().activation_dtype == DType::float32 ? 1e-5 : device.info().activation_dtype == DType::float16 ? 2e-3 : 1.6e-2; }
+inline double tolerance(Device& device) {
+    return device.info().activation_dtype == DType::float32 ? 1e-5 : device.info().activation_dtype == DType::float16 ? 2e-3 : 1.6e-2;
+}
 
 }  // namespace pocket::ops

@@ -40,7 +40,8 @@ public:
 
     // projections of one token -> [num_heads * head_dim]
     Vector token(const Vector& projections) {
-        const std::size_t dim = static_cast<std::size_t>(shape.head_dim), heads = static_cast<std::size_t>(shape.num_heads), kv_heads = static_cast<std::size_t>(shape.num_kv_heads);
+        const std::size_t dim = static_cast<std::size_t>(shape.head_dim), heads = static_cast<std::size_t>(shape.num_heads),
+                          kv_heads = static_cast<std::size_t>(shape.num_kv_heads);
         const int position = static_cast<int>(keys_.size() / kv_heads);
         for (std::size_t head = 0; head < kv_heads; ++head) {
             keys_.push_back(cached(rotated(norm(slice(projections, (2 * heads + head) * dim, dim), key_weight, eps), position)));
@@ -48,7 +49,8 @@ public:
         }
         Vector out;
         for (std::size_t head = 0; head < heads; ++head) {
-            const Vector query = rotated(norm(slice(projections, 2 * head * dim, dim), query_weight, eps), position), gate = slice(projections, (2 * head + 1) * dim, dim);
+            const Vector query = rotated(norm(slice(projections, 2 * head * dim, dim), query_weight, eps), position),
+                         gate = slice(projections, (2 * head + 1) * dim, dim);
             const std::size_t kv_head = head / (heads / kv_heads);
             Vector scores, values(dim, 0.0);
             for (std::size_t at = kv_head; at < keys_.size(); at += kv_heads) {
@@ -70,7 +72,8 @@ private:
     Vector rotated(Vector x, int position) const {
         const int half = shape.rotary_dim / 2;
         for (int i = 0; i < half; ++i) {
-            const double angle = position * std::pow(theta, -2.0 * i / shape.rotary_dim), first = x[static_cast<std::size_t>(i)], second = x[static_cast<std::size_t>(i + half)];
+            const double angle = position * std::pow(theta, -2.0 * i / shape.rotary_dim), first = x[static_cast<std::size_t>(i)],
+                         second = x[static_cast<std::size_t>(i + half)];
             x[static_cast<std::size_t>(i)] = first * std::cos(angle) - second * std::sin(angle);
             x[static_cast<std::size_t>(i + half)] = second * std::cos(angle) + first * std::sin(angle);
         }
@@ -94,8 +97,10 @@ public:
 
     // projections of one token -> [value_size]
     Vector token(const Vector& projections) {
-        const std::size_t key_dim = static_cast<std::size_t>(shape.key_dim), value_dim = static_cast<std::size_t>(shape.value_dim), conv_dim = static_cast<std::size_t>(shape.conv_dim());
-        const std::size_t heads = static_cast<std::size_t>(shape.num_value_heads), key_heads = static_cast<std::size_t>(shape.num_key_heads), past = static_cast<std::size_t>(shape.conv_kernel - 1);
+        const std::size_t key_dim = static_cast<std::size_t>(shape.key_dim), value_dim = static_cast<std::size_t>(shape.value_dim),
+                          conv_dim = static_cast<std::size_t>(shape.conv_dim());
+        const std::size_t heads = static_cast<std::size_t>(shape.num_value_heads), key_heads = static_cast<std::size_t>(shape.num_key_heads),
+                          past = static_cast<std::size_t>(shape.conv_kernel - 1);
         const std::size_t matrix = key_dim * value_dim, tail = heads * matrix;
         Vector mixed(conv_dim);
         for (std::size_t i = 0; i < conv_dim; ++i) {
@@ -109,7 +114,8 @@ public:
         Vector out;
         for (std::size_t head = 0; head < heads; ++head) {
             const std::size_t key_head = head / (heads / key_heads);
-            Vector query = slice(mixed, key_head * key_dim, key_dim), key = slice(mixed, (key_heads + key_head) * key_dim, key_dim), value = slice(mixed, 2 * key_heads * key_dim + head * value_dim, value_dim);
+            Vector query = slice(mixed, key_head * key_dim, key_dim), key = slice(mixed, (key_heads + key_head) * key_dim, key_dim),
+                   value = slice(mixed, 2 * key_heads * key_dim + head * value_dim, value_dim);
             unit(query, 1.0 / std::sqrt(static_cast<double>(key_dim)));
             unit(key, 1.0);
             const double decay = std::exp(rate[head] * std::log1p(std::exp(projections[a + head] + dt_bias[head]))), beta = sigmoid(projections[b + head]);

@@ -13,7 +13,8 @@ double as_half(double value) { return from_float16(to_float16(static_cast<float>
 double as_bfloat16(double value) { return from_bfloat16(to_bfloat16(static_cast<float>(value))); }
 
 // As check_rows of test_delta_net.cpp; the blocks of the rows are scattered over the cache.
-void check_rows(Device& device, const std::string& where, const AttentionShape& shape, DType cache_dtype, int block_size, const std::vector<std::vector<int>>& counts, int num_decode, std::uint64_t seed) {
+void check_rows(Device& device, const std::string& where, const AttentionShape& shape, DType cache_dtype, int block_size,
+                const std::vector<std::vector<int>>& counts, int num_decode, std::uint64_t seed) {
     Random random(seed);
     const double near = tolerance(device);
     const std::size_t num_rows = counts[0].size(), dim = static_cast<std::size_t>(shape.head_dim);
@@ -73,12 +74,13 @@ void check_rows(Device& device, const std::string& where, const AttentionShape& 
         int decoding = 0;
         while (decoding < num_decode && decoding < static_cast<int>(step_rows.size()) && step_rows[static_cast<std::size_t>(decoding)].count == 1) ++decoding;
         const Rows rows_on_device(device, step_rows, decoding, block_size);
-        const std::size_t width = static_cast<std::size_t>(2 * shape.num_heads + 2 * shape.num_kv_heads) * dim, size = static_cast<std::size_t>(shape.num_heads) * dim;
+        const std::size_t width = static_cast<std::size_t>(2 * shape.num_heads + 2 * shape.num_kv_heads) * dim,
+                          size = static_cast<std::size_t>(shape.num_heads) * dim;
         const DType dtype = device.info().activation_dtype;
         const std::vector<float> projections = rounded(random.values(num_tokens * width, 2.0), dtype);
         const Array input(device, projections, dtype), output(device, std::vector<float>(num_tokens * size), dtype);
-        device.attention(rows_on_device.step, shape, weights, matrix(input, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(width), dtype), cache,
-                         matrix(output, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(size), dtype));
+        device.attention(rows_on_device.step, shape, weights, matrix(input, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(width), dtype),
+                         cache, matrix(output, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(size), dtype));
         device.synchronize();
         const std::vector<float> found = output.values(dtype);
         std::size_t token = 0;
@@ -89,8 +91,10 @@ void check_rows(Device& device, const std::string& where, const AttentionShape& 
                 const double slack = std::max(4 * near, cache_dtype == DType::float32 ? 0 : cache_dtype == DType::float16 ? 2e-3 : 1.6e-2);
                 for (std::size_t k = 0; k < size; ++k) {
                     if (std::abs(found[token * size + k] - wanted[k]) <= slack) continue;
-                    check::fail(__FILE__, __LINE__, where + ": heads of " + std::to_string(dim) + ", " + name(cache_dtype) + ", row " + std::to_string(which[i]) + ", token " + std::to_string(done[which[i]] + count) + ", value " +
-                                                        std::to_string(k) + ": " + std::to_string(found[token * size + k]) + " is not " + std::to_string(wanted[k]));
+                    check::fail(__FILE__, __LINE__,
+                                where + ": heads of " + std::to_string(dim) + ", " + name(cache_dtype) + ", row " + std::to_string(which[i]) + ", token " +
+                                    std::to_string(done[which[i]] + count) + ", value " + std::to_string(k) + ": " + std::to_string(found[token * size + k]) +
+                                    " is not " + std::to_string(wanted[k]));
                     return;
                 }
             }
@@ -127,6 +131,7 @@ TEST(contexts_that_are_split_over_threads) {
 
 TEST(a_prompt_in_one_step_and_in_pieces) {
     on_every_device([](Device& device, const std::string& where) {
-        for (const std::vector<std::vector<int>>& counts : {std::vector<std::vector<int>>{{200}}, {{64}, {64}, {72}}, {{1}, {199}}, {{63}, {65}, {16}, {56}}}) check_rows(device, where, {4, 2, 64, 32}, DType::float32, 16, counts, 0, 8);
+        for (const std::vector<std::vector<int>>& counts : {std::vector<std::vector<int>>{{200}}, {{64}, {64}, {72}}, {{1}, {199}}, {{63}, {65}, {16}, {56}}})
+            check_rows(device, where, {4, 2, 64, 32}, DType::float32, 16, counts, 0, 8);
     });
 }

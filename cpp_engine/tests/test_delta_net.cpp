@@ -9,10 +9,12 @@ using namespace pocket::ops;
 namespace {
 
 // Rows that run through several steps: `counts[step][row]` tokens, those with one token first; 0 leaves a row out.
-void check_rows(Device& device, const std::string& where, const DeltaNetShape& shape, const std::vector<std::vector<int>>& counts, int num_decode, std::uint64_t seed) {
+void check_rows(Device& device, const std::string& where, const DeltaNetShape& shape, const std::vector<std::vector<int>>& counts, int num_decode,
+                std::uint64_t seed) {
     Random random(seed);
     const double near = tolerance(device);
-    const std::size_t num_rows = counts[0].size(), heads = static_cast<std::size_t>(shape.num_value_heads), state_size = static_cast<std::size_t>(shape.state_size());
+    const std::size_t num_rows = counts[0].size(), heads = static_cast<std::size_t>(shape.num_value_heads),
+                      state_size = static_cast<std::size_t>(shape.state_size());
     reference::DeltaNet model;
     model.shape = shape;
     model.conv = random.values(static_cast<std::size_t>(shape.conv_kernel * shape.conv_dim()));
@@ -49,8 +51,8 @@ void check_rows(Device& device, const std::string& where, const DeltaNetShape& s
         const DType dtype = device.info().activation_dtype;
         const std::vector<float> projections = rounded(random.values(num_tokens * width, 2.0), dtype);
         const Array input(device, projections, dtype), output(device, std::vector<float>(num_tokens * size), dtype);
-        device.delta_net(rows_on_device.step, shape, weights, matrix(input, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(width), dtype), cache,
-                         matrix(output, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(size), dtype));
+        device.delta_net(rows_on_device.step, shape, weights, matrix(input, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(width), dtype),
+                         cache, matrix(output, static_cast<std::int64_t>(num_tokens), static_cast<std::int64_t>(size), dtype));
         device.synchronize();
         const std::vector<float> found = output.values(dtype);
         std::size_t token = 0;
@@ -59,8 +61,9 @@ void check_rows(Device& device, const std::string& where, const DeltaNetShape& s
                 const reference::Vector wanted = rows[which[i]].token(reference::slice(projections, token * width, width));
                 for (std::size_t k = 0; k < size; ++k) {
                     if (std::abs(found[token * size + k] - wanted[k]) <= 4 * near * (1 + std::abs(wanted[k]))) continue;
-                    check::fail(__FILE__, __LINE__, where + ": row " + std::to_string(which[i]) + ", token " + std::to_string(done[which[i]] + count) + ", value " + std::to_string(k) + ": " + std::to_string(found[token * size + k]) +
-                                                        " is not " + std::to_string(wanted[k]));
+                    check::fail(__FILE__, __LINE__,
+                                where + ": row " + std::to_string(which[i]) + ", token " + std::to_string(done[which[i]] + count) + ", value " +
+                                    std::to_string(k) + ": " + std::to_string(found[token * size + k]) + " is not " + std::to_string(wanted[k]));
                     return;
                 }
             }
@@ -72,7 +75,9 @@ void check_rows(Device& device, const std::string& where, const DeltaNetShape& s
         const std::size_t at = static_cast<std::size_t>(slot_of(row)) * slot_stride;
         for (std::size_t i = 0; i < state_size; ++i) {
             if (std::abs(after[at + i] - rows[row].state[i]) <= 2 * near * (1 + std::abs(rows[row].state[i]))) continue;
-            check::fail(__FILE__, __LINE__, where + ": state of row " + std::to_string(row) + " at " + std::to_string(i) + ": " + std::to_string(after[at + i]) + " is not " + std::to_string(rows[row].state[i]));
+            check::fail(__FILE__, __LINE__,
+                        where + ": state of row " + std::to_string(row) + " at " + std::to_string(i) + ": " + std::to_string(after[at + i]) + " is not " +
+                            std::to_string(rows[row].state[i]));
             return;
         }
         for (std::size_t i = state_size; i < slot_stride; ++i) CHECK_EQ(after[at + i], before[at + i]);

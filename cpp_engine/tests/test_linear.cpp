@@ -38,7 +38,8 @@ struct Weight {
                 tensors.push_back(std::make_unique<HostWeight>("layer.weight_scale_inv", numbers, row_blocks, blocks, scale_dtype));
                 scales = tensors.back().get();
                 for (std::int64_t row = 0; row < spec.rows; ++row)
-                    for (std::int64_t column = 0; column < columns; ++column) part[static_cast<std::size_t>(row * columns + column)] *= numbers[static_cast<std::size_t>(row / 128 * blocks + column / 128)];
+                    for (std::int64_t column = 0; column < columns; ++column)
+                        part[static_cast<std::size_t>(row * columns + column)] *= numbers[static_cast<std::size_t>(row / 128 * blocks + column / 128)];
             } else {
                 part = rounded(part, dtype);
             }
@@ -50,17 +51,20 @@ struct Weight {
     }
 };
 
-void check_product(Device& device, const std::string& where, Random& random, const std::vector<PartSpec>& specs, std::int64_t columns, DType dtype, std::int64_t rows, Epilogue epilogue, bool with_norm) {
+void check_product(Device& device, const std::string& where, Random& random, const std::vector<PartSpec>& specs, std::int64_t columns, DType dtype,
+                   std::int64_t rows, Epilogue epilogue, bool with_norm) {
     const Weight weight(random, specs, columns, dtype);
     const std::unique_ptr<Matrix> loaded = device.load_matrix(weight.parts, dtype);
     CHECK_EQ(loaded->rows(), weight.rows);
     CHECK_EQ(loaded->columns(), columns);
     const std::int64_t wide = epilogue == Epilogue::swiglu ? weight.rows / 2 : weight.rows, stride = columns + 3, out_stride = wide + 5;
-    const std::vector<float> x = random.values(static_cast<std::size_t>(rows * stride), 2.0), norm_weight = random.values(static_cast<std::size_t>(columns)), before = random.values(static_cast<std::size_t>(rows * out_stride));
+    const std::vector<float> x = random.values(static_cast<std::size_t>(rows * stride), 2.0), norm_weight = random.values(static_cast<std::size_t>(columns)),
+                             before = random.values(static_cast<std::size_t>(rows * out_stride));
     const Array on_device(device, x), norm_array(device, norm_weight), out(device, before);
     const Norm norm{norm_array.floats(), 1e-6f};
     device.reserve(static_cast<int>(rows), static_cast<int>(rows));
-    device.linear({on_device.data(), DType::float32, rows, columns, stride}, with_norm ? &norm : nullptr, *loaded, epilogue, {out.data(), DType::float32, rows, wide, out_stride});
+    device.linear({on_device.data(), DType::float32, rows, columns, stride}, with_norm ? &norm : nullptr, *loaded, epilogue,
+                  {out.data(), DType::float32, rows, wide, out_stride});
     device.synchronize();
     const std::vector<float> found = out.values();
 
@@ -99,9 +103,11 @@ void check_product(Device& device, const std::string& where, Random& random, con
             // A norm in float32 may round a number to the other neighbour in bfloat16.
             const double slack = with_norm && weight.rounds_to_half[static_cast<std::size_t>(column)] ? 40 * near : near;
             if (!(std::abs(found[at] - wanted) <= slack * (allowed + 1))) {
-                check::fail(__FILE__, __LINE__, where + ": product [" + std::to_string(rows) + ", " + std::to_string(columns) + "] with " + name(dtype) + " [" + std::to_string(weight.rows) + "], epilogue " +
-                                                    std::to_string(static_cast<int>(epilogue)) + (with_norm ? ", normed" : "") + ": " + std::to_string(found[at]) + " at [" + std::to_string(row) + ", " + std::to_string(column) + "] is not " +
-                                                    std::to_string(wanted));
+                check::fail(__FILE__, __LINE__,
+                            where + ": product [" + std::to_string(rows) + ", " + std::to_string(columns) + "] with " + name(dtype) + " [" +
+                                std::to_string(weight.rows) + "], epilogue " + std::to_string(static_cast<int>(epilogue)) + (with_norm ? ", normed" : "") +
+                                ": " + std::to_string(found[at]) + " at [" + std::to_string(row) + ", " + std::to_string(column) + "] is not " +
+                                std::to_string(wanted));
                 return;
             }
         }
@@ -127,7 +133,8 @@ TEST(products_of_float8_blocks) {
     on_every_device([](Device& device, const std::string& where) {
         Random random(2);
         for (const std::int64_t rows : {1, 2, 4, 7, 16, 20, 40, 67}) {
-            check_product(device, where, random, {{130, DType::float8_e4m3}, {61, DType::float8_e4m3}}, 328, DType::bfloat16, rows, Epilogue::store, rows % 2 == 0);
+            check_product(device, where, random, {{130, DType::float8_e4m3}, {61, DType::float8_e4m3}}, 328, DType::bfloat16, rows, Epilogue::store,
+                          rows % 2 == 0);
             check_product(device, where, random, {{32, DType::float8_e4m3}, {32, DType::float8_e4m3}}, 128, DType::bfloat16, rows, Epilogue::swiglu, false);
         }
     });
@@ -137,7 +144,8 @@ TEST(parts_of_different_types_are_one_matrix) {
     on_every_device([](Device& device, const std::string& where) {
         Random random(3);
         for (const std::int64_t rows : {1, 6, 40}) {
-            check_product(device, where, random, {{20, DType::float8_e4m3}, {17, DType::bfloat16}, {3, DType::float32}, {8, DType::float8_e4m3}}, 160, DType::bfloat16, rows, Epilogue::add, true);
+            check_product(device, where, random, {{20, DType::float8_e4m3}, {17, DType::bfloat16}, {3, DType::float32}, {8, DType::float8_e4m3}}, 160,
+                          DType::bfloat16, rows, Epilogue::add, true);
             check_product(device, where, random, {{24, DType::bfloat16}, {24, DType::float16}}, 72, DType::float32, rows, Epilogue::swiglu, false);
             check_product(device, where, random, {{16, DType::float8_e4m3}, {16, DType::bfloat16}}, 72, DType::bfloat16, rows, Epilogue::swiglu, false);
         }
@@ -147,9 +155,12 @@ TEST(parts_of_different_types_are_one_matrix) {
 TEST(wide_products) {
     on_every_device([](Device& device, const std::string& where) {
         Random random(4);
-        for (const std::int64_t rows : {1, 9, 48, 130}) check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::store, true);
-        for (const std::int64_t rows : {1, 9, 48, 130}) check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::swiglu, false);
-        for (const DType dtype : {DType::bfloat16, DType::float8_e4m3}) check_product(device, where, random, {{300, dtype}}, 2344, DType::bfloat16, 530, Epilogue::add, false);
+        for (const std::int64_t rows : {1, 9, 48, 130})
+            check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::store, true);
+        for (const std::int64_t rows : {1, 9, 48, 130})
+            check_product(device, where, random, {{352, DType::bfloat16}}, 1056, DType::bfloat16, rows, Epilogue::swiglu, false);
+        for (const DType dtype : {DType::bfloat16, DType::float8_e4m3})
+            check_product(device, where, random, {{300, dtype}}, 2344, DType::bfloat16, 530, Epilogue::add, false);
     });
 }
 
@@ -167,7 +178,8 @@ TEST(a_row_is_the_same_in_every_batch) {
             const std::vector<float> found = out.values();
             if (rows == 1) alone = found;
             for (std::size_t i = 0; i < outputs; ++i)
-                if (std::abs(found[i] - alone[i]) > 1e-4) check::fail(__FILE__, __LINE__, where + ": the first of " + std::to_string(rows) + " rows differs from it alone");
+                if (std::abs(found[i] - alone[i]) > 1e-4)
+                    check::fail(__FILE__, __LINE__, where + ": the first of " + std::to_string(rows) + " rows differs from it alone");
         }
     });
 }
@@ -180,7 +192,8 @@ TEST(embeddings_and_samples_are_rows) {
             const Weight weight(random, {{rows, dtype}}, columns, dtype == DType::float8_e4m3 ? DType::bfloat16 : dtype);
             const std::unique_ptr<Matrix> loaded = device.load_matrix(weight.parts, dtype == DType::float8_e4m3 ? DType::bfloat16 : dtype);
             const std::vector<std::int32_t> ids = {49, 0, 17, 17, 31, 16};
-            const Array tokens(device, ids), out(device, std::vector<float>(ids.size() * columns)), wanted(device, std::vector<std::int32_t>{1, 5}), taken(device, std::vector<float>(2 * columns));
+            const Array tokens(device, ids), out(device, std::vector<float>(ids.size() * columns)), wanted(device, std::vector<std::int32_t>{1, 5}),
+                taken(device, std::vector<float>(2 * columns));
             Step step;
             step.num_tokens = static_cast<int>(ids.size());
             step.token_ids = tokens.ints();
@@ -213,9 +226,11 @@ TEST(broken_weights_are_refused_by_name) {
         values[33 * 24 + 7] = 1e6f;
         const HostWeight large("layers.3.weight", values, 40, 24, DType::bfloat16), narrow("layers.4.weight", std::vector<float>(16), 2, 8, DType::bfloat16);
         CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&large.tensor, nullptr}}, DType::float16), "too large for float16");
-        CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&large.tensor, nullptr}, {&narrow.tensor, nullptr}}, DType::bfloat16), "layers.4.weight has 8 columns");
+        CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&large.tensor, nullptr}, {&narrow.tensor, nullptr}}, DType::bfloat16),
+                     "layers.4.weight has 8 columns");
         values[33 * 24 + 7] = 1.0f;
-        const HostWeight eight("layers.5.weight", values, 40, 24, DType::float8_e4m3), wrong("layers.5.weight_scale_inv", {1.0f, 1.0f}, 2, 1, DType::float32), bad("layers.5.weight_scale_inv", {NAN}, 1, 1, DType::float32);
+        const HostWeight eight("layers.5.weight", values, 40, 24, DType::float8_e4m3), wrong("layers.5.weight_scale_inv", {1.0f, 1.0f}, 2, 1, DType::float32),
+            bad("layers.5.weight_scale_inv", {NAN}, 1, 1, DType::float32);
         CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&eight.tensor, nullptr}}, DType::bfloat16), "weight_scale_inv is missing");
         CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&eight.tensor, &wrong.tensor}}, DType::bfloat16), "layers.5.weight_scale_inv is not [1, 1]");
         CHECK_THROWS(device.load_matrix(std::vector<MatrixPart>{{&eight.tensor, &bad.tensor}}, DType::bfloat16), "NaN or infinite");

@@ -15,7 +15,9 @@ constexpr int kVocab = 5000;
 // Number i of a stream as a logit in [-scale / 2, scale / 2).
 std::vector<float> make_logits(double scale) {
     std::vector<float> logits(kVocab);
-    for (int i = 0; i < kVocab; ++i) logits[static_cast<std::size_t>(i)] = static_cast<float>((static_cast<double>(splitmix64(7, static_cast<std::uint64_t>(i)) >> 11) * 0x1p-53 - 0.5) * scale);
+    for (int i = 0; i < kVocab; ++i)
+        logits[static_cast<std::size_t>(i)] =
+            static_cast<float>((static_cast<double>(splitmix64(7, static_cast<std::uint64_t>(i)) >> 11) * 0x1p-53 - 0.5) * scale);
     return logits;
 }
 
@@ -52,7 +54,8 @@ std::vector<SampleOutput> sample(Device& device, const std::vector<float>& logit
     }
     std::vector<SampleOutput> outputs(rows.size());
     device.reserve(static_cast<int>(count), static_cast<int>(count));
-    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count), {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count), {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks},
+                  outputs);
     return outputs;
 }
 
@@ -137,13 +140,17 @@ TEST(seeded_draws_are_those_of_the_torch_plane) {
             for (int draw = 0; draw < 4; ++draw) {
                 const std::vector<float> row = make_logits(drawn.scale);
                 logits.insert(logits.end(), row.begin(), row.end());
-                rows.push_back({drawn.temperature, drawn.top_p, drawn.top_k, static_cast<std::uint64_t>(12345 + draw * 977), draw, -1, drawn.is_masked ? mask.data() : nullptr});
+                rows.push_back({drawn.temperature, drawn.top_p, drawn.top_k, static_cast<std::uint64_t>(12345 + draw * 977), draw, -1,
+                                drawn.is_masked ? mask.data() : nullptr});
             }
             const std::vector<SampleOutput> outputs = sample(device, logits, rows);
             for (std::size_t draw = 0; draw < 4; ++draw) {
                 if (outputs[draw].token_id == drawn.ids[draw]) continue;
-                check::fail(__FILE__, __LINE__, where + ": draw " + std::to_string(draw) + " of scale " + std::to_string(drawn.scale) + ", temperature " + std::to_string(drawn.temperature) + ", top_p " + std::to_string(drawn.top_p) + ", top_k " +
-                                                    std::to_string(drawn.top_k) + (drawn.is_masked ? ", masked" : "") + ": " + std::to_string(outputs[draw].token_id) + " is not " + std::to_string(drawn.ids[draw]));
+                check::fail(__FILE__, __LINE__,
+                            where + ": draw " + std::to_string(draw) + " of scale " + std::to_string(drawn.scale) + ", temperature " +
+                                std::to_string(drawn.temperature) + ", top_p " + std::to_string(drawn.top_p) + ", top_k " + std::to_string(drawn.top_k) +
+                                (drawn.is_masked ? ", masked" : "") + ": " + std::to_string(outputs[draw].token_id) + " is not " +
+                                std::to_string(drawn.ids[draw]));
             }
         }
     });
@@ -158,7 +165,8 @@ TEST(log_probabilities_are_over_the_whole_vocabulary) {
             for (const float logit : logits) total += std::exp(static_cast<double>(logit));
             std::vector<std::int32_t> order(kVocab);
             for (int i = 0; i < kVocab; ++i) order[static_cast<std::size_t>(i)] = i;
-            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)]; });
+            std::stable_sort(order.begin(), order.end(),
+                             [&](int a, int b) { return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)]; });
             for (const std::int32_t wanted : {-1, 0, 1, 5, 20}) {
                 const SampleOutput output = sample(device, logits, {{0.7f, 0.9f, 50, 3, 1, wanted, mask.data()}})[0];
                 CHECK_EQ(output.num_top, std::max(0, wanted));

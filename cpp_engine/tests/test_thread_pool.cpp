@@ -58,10 +58,12 @@ TEST(an_exception_reaches_the_caller_and_the_pool_lives_on) {
     ThreadPool pool(3);
     for (int round = 0; round < 200; ++round) {
         std::atomic<int> done = 0;
-        CHECK_THROWS(pool.parallel_for(100, 1, [&](std::int64_t begin, std::int64_t end, int) {
-            for (std::int64_t i = begin; i < end; ++i, ++done)
-                if (i == round % 100) throw std::runtime_error("index " + std::to_string(i));
-        }), "index " + std::to_string(round % 100));
+        CHECK_THROWS(pool.parallel_for(100, 1,
+                                       [&](std::int64_t begin, std::int64_t end, int) {
+                                           for (std::int64_t i = begin; i < end; ++i, ++done)
+                                               if (i == round % 100) throw std::runtime_error("index " + std::to_string(i));
+                                       }),
+                     "index " + std::to_string(round % 100));
         CHECK(done < 100);
     }
     std::atomic<int> sum = 0;
@@ -85,7 +87,8 @@ TEST(two_callers_at_once_both_finish) {
     ThreadPool pool(3);
     std::atomic<int> sum = 0;
     const auto call = [&] {
-        for (int round = 0; round < 2000; ++round) pool.parallel_for(16, 1, [&](std::int64_t begin, std::int64_t end, int) { sum += static_cast<int>(end - begin); });
+        for (int round = 0; round < 2000; ++round)
+            pool.parallel_for(16, 1, [&](std::int64_t begin, std::int64_t end, int) { sum += static_cast<int>(end - begin); });
     };
     std::thread other(call);
     call();

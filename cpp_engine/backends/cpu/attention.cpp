@@ -31,13 +31,18 @@ struct CpuDevice::AttentionCall {
     float* result(int index, int head) const { return static_cast<float*>(out.data) + index * out.stride + head * dim; }
     std::byte* slot(void* base, int index, int head) const {
         const std::int64_t slot = step.slot_mapping[index], block = slot / cache.block_size, offset = slot % cache.block_size;
-        return static_cast<std::byte*>(base) + (((block * shape.num_kv_heads + head) * cache.block_size + offset) * dim) * static_cast<std::int64_t>(item_size(cache.dtype));
+        return static_cast<std::byte*>(base) +
+               (((block * shape.num_kv_heads + head) * cache.block_size + offset) * dim) * static_cast<std::int64_t>(item_size(cache.dtype));
     }
     KvView view(int row, int head) const {
         const std::int64_t size = static_cast<std::int64_t>(cache.block_size) * dim;
         const std::int64_t start = head * size * static_cast<std::int64_t>(item_size(cache.dtype));
-        return {static_cast<const std::byte*>(cache.keys) + start, static_cast<const std::byte*>(cache.values) + start, size * shape.num_kv_heads,
-                step.block_tables + static_cast<std::int64_t>(row) * step.max_blocks, cache.block_size, dim};
+        return {static_cast<const std::byte*>(cache.keys) + start,
+                static_cast<const std::byte*>(cache.values) + start,
+                size * shape.num_kv_heads,
+                step.block_tables + static_cast<std::int64_t>(row) * step.max_blocks,
+                cache.block_size,
+                dim};
     }
     void prepare(const Kernels& kernels, const float* x, const Norm& norm, int index, float factor, float* to) const {
         const std::int64_t at = static_cast<std::int64_t>(step.positions[index]) * half;
@@ -51,15 +56,27 @@ struct CpuDevice::AttentionCall {
     }
 };
 
-void CpuDevice::attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache, const Tensor& out) {
+void CpuDevice::attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache,
+                          const Tensor& out) {
     if (shape.head_dim % 16 != 0 || shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0 || shape.num_heads / shape.num_kv_heads > kQueryRows) {
-        throw Error(ErrorKind::unsupported, "cpu: attention with heads of " + std::to_string(shape.head_dim) + " values (multiples of 16 are computed), " + std::to_string(shape.num_heads) + " of them for " +
-                                                std::to_string(shape.num_kv_heads) + " heads of keys");
+        throw Error(ErrorKind::unsupported, "cpu: attention with heads of " + std::to_string(shape.head_dim) + " values (multiples of 16 are computed), " +
+                                                std::to_string(shape.num_heads) + " of them for " + std::to_string(shape.num_kv_heads) + " heads of keys");
     }
     if (cache.dtype != DType::float32 && cache.dtype != DType::float16 && cache.dtype != DType::bfloat16) {
-        throw Error(ErrorKind::unsupported, std::string("kv_cache_dtype: the CPU holds keys and values as float32, float16 or bfloat16, not ") + pocket::name(cache.dtype), "kv_cache_dtype");
+        throw Error(ErrorKind::unsupported,
+                    std::string("kv_cache_dtype: the CPU holds keys and values as float32, float16 or bfloat16, not ") + pocket::name(cache.dtype),
+                    "kv_cache_dtype");
     }
-    const AttentionCall call{step, shape, weights, projections, cache, out, shape.num_heads / shape.num_kv_heads, shape.head_dim, shape.rotary_dim / 2, 1.0f / std::sqrt(static_cast<float>(shape.head_dim))};
+    const AttentionCall call{step,
+                             shape,
+                             weights,
+                             projections,
+                             cache,
+                             out,
+                             shape.num_heads / shape.num_kv_heads,
+                             shape.head_dim,
+                             shape.rotary_dim / 2,
+                             1.0f / std::sqrt(static_cast<float>(shape.head_dim))};
     if (step.num_decode > 0) attend_decode(call);
     if (step.num_decode < step.num_rows) attend_prefill(call);
 }
@@ -81,7 +98,8 @@ void CpuDevice::attend_decode(const AttentionCall& call) {
             const int length = step.lengths[row], first = split * kSplit, last = std::min(first + kSplit, length), token = step.row_starts[row];
             if (first >= length) continue;
             if (last == length) call.store(kernels_, token, head, queries);
-            for (int i = 0; i < group; ++i) call.prepare(kernels_, call.query(token, head * group + i), call.weights.query_norm, token, call.scale, queries + i * dim);
+            for (int i = 0; i < group; ++i)
+                call.prepare(kernels_, call.query(token, head * group + i), call.weights.query_norm, token, call.scale, queries + i * dim);
             float* partial = length > kSplit ? shared_.of<float>(0) + task * size : queries + group * dim;
             const PartialAttention sums{partial, partial + group, partial + 2 * group};
             kernels_.attend_token(queries, group, call.view(row, head), call.cache.dtype, first, last, sums);
@@ -121,13 +139,16 @@ void CpuDevice::attend_prefill(const AttentionCall& call) {
     const int heads = call.shape.num_kv_heads, group = call.group, dim = call.dim, first_token = step.row_starts[step.num_decode];
     const int num_tokens = step.num_tokens - first_token, block_tokens = kQueryRows / group;
     shared_.reserve<float>(1, static_cast<std::size_t>(num_tokens) * heads * group * dim);
-    const auto queries_of = [&](int head, int token) { return shared_.of<float>(0) + (static_cast<std::int64_t>(head) * num_tokens + token - first_token) * group * dim; };
+    const auto queries_of = [&](int head, int token) {
+        return shared_.of<float>(0) + (static_cast<std::int64_t>(head) * num_tokens + token - first_token) * group * dim;
+    };
     own_.reserve<float>(pool_.size(), static_cast<std::size_t>(block_workspace_size(dim) + kQueryRows * (dim + 2)));
     pool_.parallel_for(num_tokens, [&](std::int64_t begin, std::int64_t end, int thread) {
         for (int token = first_token + static_cast<int>(begin); token < first_token + static_cast<int>(end); ++token) {
             for (int head = 0; head < heads; ++head) {
                 call.store(kernels_, token, head, own_.of<float>(thread));
-                for (int i = 0; i < group; ++i) call.prepare(kernels_, call.query(token, head * group + i), call.weights.query_norm, token, call.scale, queries_of(head, token) + i * dim);
+                for (int i = 0; i < group; ++i)
+                    call.prepare(kernels_, call.query(token, head * group + i), call.weights.query_norm, token, call.scale, queries_of(head, token) + i * dim);
             }
         }
     });

@@ -12,7 +12,8 @@ namespace {
 Isa choose(std::optional<Isa> wanted) {
     const std::vector<Isa>& isas = available_isas();
     if (!wanted) return isas.back();
-    if (std::find(isas.begin(), isas.end(), *wanted) == isas.end()) throw Error(ErrorKind::unsupported, std::string("device: this processor has no ") + name(*wanted) + "; use the best that it has", "device");
+    if (std::find(isas.begin(), isas.end(), *wanted) == isas.end())
+        throw Error(ErrorKind::unsupported, std::string("device: this processor has no ") + name(*wanted) + "; use the best that it has", "device");
     return *wanted;
 }
 
@@ -44,7 +45,8 @@ void CpuDevice::embed(const Step& step, const Matrix& table, const Tensor& out) 
 
 void CpuDevice::take_samples(const Step& step, const Tensor& x, const Tensor& out) {
     for (int i = 0; i < step.num_samples; ++i) {
-        copy(static_cast<float*>(out.data) + i * out.stride, static_cast<const float*>(x.data) + step.sample_tokens[i] * x.stride, static_cast<std::size_t>(x.columns) * sizeof(float));
+        copy(static_cast<float*>(out.data) + i * out.stride, static_cast<const float*>(x.data) + step.sample_tokens[i] * x.stride,
+             static_cast<std::size_t>(x.columns) * sizeof(float));
     }
 }
 

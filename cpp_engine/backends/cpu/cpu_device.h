@@ -30,8 +30,10 @@ public:
 
     void embed(const Step& step, const Matrix& table, const Tensor& out) override;
     void linear(const Tensor& x, const Norm* norm, const Matrix& weight, Epilogue epilogue, const Tensor& out) override;
-    void attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache, const Tensor& out) override;
-    void delta_net(const Step& step, const DeltaNetShape& shape, const DeltaNetWeights& weights, const Tensor& projections, const StateCache& states, const Tensor& out) override;
+    void attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache,
+                   const Tensor& out) override;
+    void delta_net(const Step& step, const DeltaNetShape& shape, const DeltaNetWeights& weights, const Tensor& projections, const StateCache& states,
+                   const Tensor& out) override;
     void take_samples(const Step& step, const Tensor& x, const Tensor& out) override;
     void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) override;
 
@@ -42,7 +44,8 @@ private:
 
     void multiply(const Tensor& x, const Norm* norm, const CpuMatrix& weight, Epilogue epilogue, const Tensor& out);
     void multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out);
-    void multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out);  // linear_amx.cpp
+    void multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue,
+                        const Tensor& out);  // linear_amx.cpp
     void attend_decode(const AttentionCall& call);
     void attend_prefill(const AttentionCall& call);
 

@@ -14,11 +14,13 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 }  // namespace
 
 // A task is a row and one key head with its value heads: nobody else touches their states and their channels of the convolution's tail.
-void CpuDevice::delta_net(const Step& step, const DeltaNetShape& shape, const DeltaNetWeights& weights, const Tensor& projections, const StateCache& states, const Tensor& out) {
+void CpuDevice::delta_net(const Step& step, const DeltaNetShape& shape, const DeltaNetWeights& weights, const Tensor& projections, const StateCache& states,
+                          const Tensor& out) {
     const int key_dim = shape.key_dim, value_dim = shape.value_dim, group = shape.num_value_heads / std::max(1, shape.num_key_heads);
     if (key_dim % 16 != 0 || value_dim % 16 != 0 || group * shape.num_key_heads != shape.num_value_heads || shape.conv_kernel < 2) {
-        throw Error(ErrorKind::unsupported, "cpu: DeltaNet heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) + " values (multiples of 16 are computed), " +
-                                                std::to_string(shape.num_key_heads) + " key and " + std::to_string(shape.num_value_heads) + " value heads, a convolution over " +
+        throw Error(ErrorKind::unsupported, "cpu: DeltaNet heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) +
+                                                " values (multiples of 16 are computed), " + std::to_string(shape.num_key_heads) + " key and " +
+                                                std::to_string(shape.num_value_heads) + " value heads, a convolution over " +
                                                 std::to_string(shape.conv_kernel) + " tokens");
     }
     const std::int64_t conv_dim = shape.conv_dim(), matrix_size = static_cast<std::int64_t>(key_dim) * value_dim;
@@ -52,7 +54,8 @@ void CpuDevice::delta_net(const Step& step, const DeltaNetShape& shape, const De
                 const int count = std::min(kTokens, last - start);
                 const float* from = static_cast<const float*>(projections.data) + start * projections.stride;
                 const auto convolve = [&](int channel, int channels, float* to) {
-                    kernels_.convolve(from + channel, projections.stride, count, channels, weights.conv + channel, conv_dim, shape.conv_kernel, tail + channel, conv_dim, to, channels);
+                    kernels_.convolve(from + channel, projections.stride, count, channels, weights.conv + channel, conv_dim, shape.conv_kernel, tail + channel,
+                                      conv_dim, to, channels);
                 };
                 convolve(query_at, key_dim, queries);
                 convolve(key_at, key_dim, keys);
@@ -65,10 +68,11 @@ void CpuDevice::delta_net(const Step& step, const DeltaNetShape& shape, const De
                         betas[token] = 1.0f / (1.0f + std::exp(-gates[head]));
                         decays[token] = weights.rate[head] * softplus(gates[shape.num_value_heads + head] + weights.dt_bias[head]);
                     }
-                    kernels_.delta_rule({queries, keys, values, decays, betas, outputs, key_dim, value_dim, value_dim, count, key_dim, value_dim}, state + head * matrix_size, workspace);
+                    kernels_.delta_rule({queries, keys, values, decays, betas, outputs, key_dim, value_dim, value_dim, count, key_dim, value_dim},
+                                        state + head * matrix_size, workspace);
                     for (int token = 0; token < count; ++token) {
-                        kernels_.gate_norm(outputs + token * value_dim, weights.norm, from + token * projections.stride + conv_dim + head * value_dim, value_dim,
-                                           static_cast<float*>(out.data) + (start + token) * out.stride + head * value_dim);
+                        kernels_.gate_norm(outputs + token * value_dim, weights.norm, from + token * projections.stride + conv_dim + head * value_dim,
+                                           value_dim, static_cast<float*>(out.data) + (start + token) * out.stride + head * value_dim);
                     }
                 }
             }

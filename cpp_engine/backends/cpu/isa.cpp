@@ -39,7 +39,8 @@ std::vector<Isa> find_isas() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return isas;
     isas.push_back(Isa::avx2);
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) return isas;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return isas;
     isas.push_back(Isa::avx512);
     if (!has_avx512_bf16()) return isas;
     isas.push_back(Isa::avx512_bf16);

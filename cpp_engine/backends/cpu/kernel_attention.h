@@ -183,7 +183,8 @@ constexpr int kStrip = 16 * L::kColumnVectors;
 
 // c [rows, columns] += a [rows, depth] b, b in strips of [strip_depth, columns], of which the first `depth` rows count; columns a multiple of 16.
 template <typename L>
-inline void add_product(int rows, int columns, int depth, const float* a, std::int64_t a_stride, const float* b, int strip_depth, float* c, std::int64_t c_stride) {
+inline void add_product(int rows, int columns, int depth, const float* a, std::int64_t a_stride, const float* b, int strip_depth, float* c,
+                        std::int64_t c_stride) {
     constexpr int kRows = L::kMaxRows < 12 ? L::kMaxRows : 12;
     for (int column = 0; column < columns; column += kStrip<L>) {
         const int wide = columns - column < kStrip<L> ? columns - column : kStrip<L>;
@@ -197,7 +198,8 @@ inline void add_product(int rows, int columns, int depth, const float* a, std::i
     }
 }
 
-// Keys and values of the tokens [begin, begin + count) in strips: keys [dim, kKeyTile], values [kKeyTile, dim]. What stands for no token in the last 16 keys is masked later.
+// Keys and values of the tokens [begin, begin + count) in strips: keys [dim, kKeyTile], values [kKeyTile, dim]. What stands for no token in the last 16 keys
+// is masked later.
 template <typename L, typename V>
 inline void pack_tile(const KvView& kv, int begin, int count, float* keys, float* values) {
     const int dim = kv.head_dim;
@@ -241,7 +243,8 @@ void attend_block_stored(const QueryBlock& block, const KvView& kv, const Partia
         // Rows before `first` end before this tile.
         const int first = tile > block.first_position ? (tile - block.first_position) * block.heads : 0;
         for (int i = first * kKeyTile; i < rows * kKeyTile; i += 16) L::store(scores + i, L::zero());
-        add_product<L>(rows - first, (count + kStrip<L> - 1) / kStrip<L> * kStrip<L>, dim, block.queries + first * dim, dim, keys, dim, scores + first * kKeyTile, kKeyTile);
+        add_product<L>(rows - first, (count + kStrip<L> - 1) / kStrip<L> * kStrip<L>, dim, block.queries + first * dim, dim, keys, dim,
+                       scores + first * kKeyTile, kKeyTile);
         for (int row = first; row < rows; ++row) {
             const int before = block.first_position + row / block.heads + 1 - tile, seen = before < count ? before : count;  // tokens of the tile
             float* own = scores + row * kKeyTile;

@@ -1,14 +1,15 @@
 // Gated DeltaNet. `L` is a set of lanes; included inside POCKET_TARGET_BEGIN.
 //
-// Tokens go through the state a few at a time, with the triangular system between them solved in registers: the state is read once for a few tokens, and no more
-// is computed than token by token. Longer chunks would cost more arithmetic than they save in reads, since a slice of the state stays in the first-level cache.
+// Tokens go through the state a few at a time, with the triangular system between them solved in registers: the state is read once for a few tokens, and
+// hardly more is computed than token by token. Longer chunks would cost more arithmetic than they save in reads, since a slice of the state stays in the
+// first-level cache.
 #pragma once
 
 namespace pocket {
 
 template <typename L>
-void convolve(const float* x, std::int64_t stride, int tokens, int channels, const float* weight, std::int64_t weight_stride, int kernel, float* tail, std::int64_t tail_stride, float* out,
-              std::int64_t out_stride) {
+void convolve(const float* x, std::int64_t stride, int tokens, int channels, const float* weight, std::int64_t weight_stride, int kernel, float* tail,
+              std::int64_t tail_stride, float* out, std::int64_t out_stride) {
     const int past = kernel - 1;
     constexpr int kAhead = 8;  // tokens: their rows lie too far apart for the processor to guess
     for (int token = 0; token < tokens; ++token) {
@@ -33,10 +34,10 @@ void convolve(const float* x, std::int64_t stride, int tokens, int channels, con
 // What C tokens are to each other. `within` and `seen` hold the decay between the two tokens.
 template <int C>
 struct ChunkFactors {
-    float start[C];      // decay from the state before to token c
-    float end[C];        // decay from token c to the state behind
+    float start[C];  // decay from the state before to token c
+    float end[C];  // decay from token c to the state behind
     float within[C][C];  // key of c times key of j < c
-    float seen[C][C];    // query of c times key of j <= c
+    float seen[C][C];  // query of c times key of j <= c
 };
 
 template <typename L>
@@ -125,7 +126,8 @@ inline void delta_chunk(const DeltaTokens& t, int first, const ChunkFactors<C>& 
 
 // W * 16 columns of the state and all tokens.
 template <typename L, int W>
-inline void delta_slice(const DeltaTokens& t, const ChunkFactors<L::kDeltaChunk>* whole, const ChunkFactors<1>* single, int column, float* state, float* workspace) {
+inline void delta_slice(const DeltaTokens& t, const ChunkFactors<L::kDeltaChunk>* whole, const ChunkFactors<1>* single, int column, float* state,
+                        float* workspace) {
     constexpr int C = L::kDeltaChunk;
     const bool copies = t.count > C;  // side by side, the slice stays in the cache
     float* at = copies ? workspace : state + column;

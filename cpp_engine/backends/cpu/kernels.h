@@ -99,8 +99,8 @@ struct Kernels {
     void (*gate_attention)(const float* values, float total, const float* gates, int count, float* out);
 
     // out [tokens, channels] = SiLU of the causal convolution of x [tokens, channels] behind tail [kernel - 1, channels], which moves on.
-    void (*convolve)(const float* x, std::int64_t stride, int tokens, int channels, const float* weight, std::int64_t weight_stride, int kernel, float* tail, std::int64_t tail_stride,
-                     float* out, std::int64_t out_stride);
+    void (*convolve)(const float* x, std::int64_t stride, int tokens, int channels, const float* weight, std::int64_t weight_stride, int kernel, float* tail,
+                     std::int64_t tail_stride, float* out, std::int64_t out_stride);
     void (*unit_rows)(float* x, std::int64_t stride, int rows, int size, float scale);  // each row / its length * scale
     // Tokens of one value head through its state [key_dim, value_dim]; workspace: delta_workspace_size(key_dim).
     void (*delta_rule)(const DeltaTokens& tokens, float* state, float* workspace);

@@ -31,7 +31,9 @@ struct Avx512 {
 
     static F load_bfloat16(const std::uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half(p)), 16)); }
     static F load_float16(const std::uint16_t* p) { return _mm512_cvtph_ps(half(p)); }
-    static void store_bfloat16(std::uint16_t* p, F x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest(x), 16))); }
+    static void store_bfloat16(std::uint16_t* p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest(x), 16)));
+    }
     static void store_float16(std::uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }

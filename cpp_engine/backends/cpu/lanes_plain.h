@@ -18,8 +18,8 @@ struct Plain {
     static constexpr int kColumnVectors = 1;
     static constexpr int kDeltaChunk = 1;      // tokens that DeltaNet takes at once
 
-#define POCKET_LANES(expression)                       \
-    F y;                                               \
+#define POCKET_LANES(expression)                        \
+    F y;                                                \
     for (int i = 0; i < 16; ++i) y.v[i] = (expression); \
     return y
 

@@ -31,8 +31,9 @@ void CpuDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight, 
     const CpuMatrix& matrix = static_cast<const CpuMatrix&>(weight);
     const std::int64_t wide = epilogue == Epilogue::swiglu ? matrix.rows() / 2 : matrix.rows();
     if (x.columns != matrix.columns() || out.columns != wide || out.rows != x.rows) {
-        throw Error(ErrorKind::device, "cpu: a product of [" + std::to_string(x.rows) + ", " + std::to_string(x.columns) + "] and a weight [" + std::to_string(matrix.rows()) + ", " +
-                                           std::to_string(matrix.columns()) + "] into [" + std::to_string(out.rows) + ", " + std::to_string(out.columns) + "]; this is an error of the model's code");
+        throw Error(ErrorKind::device, "cpu: a product of [" + std::to_string(x.rows) + ", " + std::to_string(x.columns) + "] and a weight [" +
+                                           std::to_string(matrix.rows()) + ", " + std::to_string(matrix.columns()) + "] into [" + std::to_string(out.rows) +
+                                           ", " + std::to_string(out.columns) + "]; this is an error of the model's code");
     }
     if (x.rows == 0) return;
     // Gates and ups are combined where their panels lie alike; else behind a product of its own.
@@ -58,7 +59,8 @@ void CpuDevice::multiply(const Tensor& x, const Norm* norm, const CpuMatrix& wei
     for (const CpuMatrix::Segment& segment : weight.segments()) multiply_segment(x, norm, weight, segment, epilogue, out);
 }
 
-void CpuDevice::multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out) {
+void CpuDevice::multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue,
+                                 const Tensor& out) {
     // Tiles read bfloat16 weights fastest even for one row, and add in the same order for any number of rows.
     const bool is_tiled = segment.dtype == DType::bfloat16 || (segment.dtype == DType::float8_e4m3 && x.rows >= kTiledFloat8Rows);
     if (isa_ == Isa::amx_bf16 && is_tiled) return multiply_tiles(x, norm, weight, segment, epilogue, out);
@@ -96,7 +98,8 @@ void CpuDevice::multiply_segment(const Tensor& x, const Norm* norm, const CpuMat
                 const int count = std::min(kRowBlock, rows - first);
                 product(segment.panel(panel), prepared + first * row_bytes, count, padded, sums);
                 if (is_gated) product(segment.panel(panels + panel), prepared + first * row_bytes, count, padded, ups);
-                kernels_.finish(epilogue, sums, ups, count, valid, static_cast<float*>(out.data) + first * out.stride + segment.first_row + panel * kPanelRows, out.stride);
+                kernels_.finish(epilogue, sums, ups, count, valid, static_cast<float*>(out.data) + first * out.stride + segment.first_row + panel * kPanelRows,
+                                out.stride);
             }
         }
     });

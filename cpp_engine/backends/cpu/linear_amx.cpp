@@ -21,7 +21,8 @@ struct PanelPair {
     const std::byte* scaled[2] = {};
 };
 
-PanelPair pair_at(const CpuMatrix::Segment& segment, std::int64_t left, std::int64_t right, std::int64_t first_step, std::int64_t steps, std::uint16_t* unpacked) {
+PanelPair pair_at(const CpuMatrix::Segment& segment, std::int64_t left, std::int64_t right, std::int64_t first_step, std::int64_t steps,
+                  std::uint16_t* unpacked) {
     PanelPair pair;
     for (int i = 0; i < 2; ++i) {
         const std::int64_t index = i == 0 ? left : right;
@@ -59,7 +60,8 @@ void multiply_scaled(const PanelPair& pair, const TileProduct& product, int rows
 }  // namespace
 
 // Columns by the block, so that a block of x stays in the cache while the panels of a group pass by; a group's sums wait in memory for the next block.
-void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out) {
+void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue,
+                               const Tensor& out) {
     const std::int64_t padded = weight.padded_columns(), steps = padded / 32, units = divide_up(steps, kScaleSteps);
     const std::int64_t row_tiles = divide_up(x.rows, kTileRows), tile_stride = padded * kTileRows;
     shared_.reserve<std::uint16_t>(1, static_cast<std::size_t>(row_tiles * tile_stride));
@@ -67,7 +69,8 @@ void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatri
     pool_.parallel_for(row_tiles, [&](std::int64_t begin, std::int64_t end, int) {
         for (std::int64_t tile = begin; tile < end; ++tile) {
             const std::int64_t first = tile * kTileRows;
-            kernels_.prepare(static_cast<const float*>(x.data) + first * x.stride, x.stride, static_cast<int>(std::min<std::int64_t>(kTileRows, x.rows - first)), x.columns, padded, norm, RowForm::tiles,
+            kernels_.prepare(static_cast<const float*>(x.data) + first * x.stride, x.stride,
+                             static_cast<int>(std::min<std::int64_t>(kTileRows, x.rows - first)), x.columns, padded, norm, RowForm::tiles,
                              prepared + tile * tile_stride);
         }
     });
@@ -78,12 +81,14 @@ void CpuDevice::multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatri
         const std::int64_t rows = std::min(kCachedRows, x.rows - top), own_tiles = divide_up(rows, kTileRows);
         const std::int64_t most_units = std::max<std::int64_t>(1, kCachedValues / (own_tiles * kTileRows * kScaleBlock)), blocks = divide_up(units, most_units);
         const std::int64_t group = blocks > 1 ? kGroupPairs : 1, panel_sums = (own_tiles + 1) * kTileRows * kPanelRows;
-        const std::int64_t sums_size = 2 * group * panel_sums, unpacked_size = is_float8 ? (divide_up(units, blocks) * kScaleSteps) * kTileValues : 0;  // of two panels, in float32
+        const std::int64_t sums_size = 2 * group * panel_sums,
+                           unpacked_size = is_float8 ? (divide_up(units, blocks) * kScaleSteps) * kTileValues : 0;  // of two panels, in float32
         own_.reserve<float>(pool_.size(), static_cast<std::size_t>(sums_size + unpacked_size));
         pool_.parallel_for(divide_up(pairs, group), [&](std::int64_t begin, std::int64_t end, int thread) {
             float* sums = own_.of<float>(thread);
             std::uint16_t* unpacked = reinterpret_cast<std::uint16_t*>(sums + sums_size);
-            amx_configure(static_cast<int>(std::min<std::int64_t>(rows, kTileRows)), static_cast<int>(std::clamp<std::int64_t>(rows - kTileRows, 1, kTileRows)));
+            amx_configure(static_cast<int>(std::min<std::int64_t>(rows, kTileRows)),
+                          static_cast<int>(std::clamp<std::int64_t>(rows - kTileRows, 1, kTileRows)));
             for (std::int64_t index = begin * blocks; index < end * blocks; ++index) {
                 const std::int64_t first_group = index / blocks * group, block = index % blocks;
                 const std::int64_t first_step = units * block / blocks * kScaleSteps, last_step = std::min(steps, units * (block + 1) / blocks * kScaleSteps);

@@ -12,7 +12,9 @@
 namespace pocket {
 namespace {
 
-[[noreturn]] void refuse(const HostTensor& tensor, const std::string& what) { throw Error(ErrorKind::configuration, tensor.file + ": " + tensor.name + " " + what, "model"); }
+[[noreturn]] void refuse(const HostTensor& tensor, const std::string& what) {
+    throw Error(ErrorKind::configuration, tensor.file + ": " + tensor.name + " " + what, "model");
+}
 
 DType stored_dtype(const HostTensor& tensor, DType dtype) { return tensor.dtype == DType::float8_e4m3 ? DType::float8_e4m3 : dtype; }
 
@@ -50,15 +52,18 @@ void check_part(const MatrixPart& part, std::int64_t columns) {
     const HostTensor& weight = *part.weight;
     if (weight.shape.size() != 2) refuse(weight, "is not a matrix; the checkpoint is not of the model that its config names");
     if (weight.shape[1] != columns) {
-        refuse(weight, "has " + std::to_string(weight.shape[1]) + " columns where the weights beside it have " + std::to_string(columns) + "; the checkpoint does not fit its config");
+        refuse(weight, "has " + std::to_string(weight.shape[1]) + " columns where the weights beside it have " + std::to_string(columns) +
+                           "; the checkpoint does not fit its config");
     }
     if (weight.dtype == DType::int32) refuse(weight, "is int32; weights are float32, float16, bfloat16 or float8_e4m3");
     if (weight.dtype != DType::float8_e4m3) return;
     if (!part.scales) refuse(weight, "is float8_e4m3 without scales; its weight_scale_inv is missing");
     const HostTensor& scales = *part.scales;
     const std::vector<std::int64_t> shape = {(weight.shape[0] + 127) / 128, (columns + 127) / 128};
-    if (scales.shape != shape) refuse(scales, "is not [" + std::to_string(shape[0]) + ", " + std::to_string(shape[1]) + "]: one scale for each 128 x 128 values of " + weight.name);
-    if (scales.dtype != DType::float32 && scales.dtype != DType::bfloat16) refuse(scales, std::string("is ") + name(scales.dtype) + "; scales are float32 or bfloat16");
+    if (scales.shape != shape)
+        refuse(scales, "is not [" + std::to_string(shape[0]) + ", " + std::to_string(shape[1]) + "]: one scale for each 128 x 128 values of " + weight.name);
+    if (scales.dtype != DType::float32 && scales.dtype != DType::bfloat16)
+        refuse(scales, std::string("is ") + name(scales.dtype) + "; scales are float32 or bfloat16");
     for (std::int64_t i = 0; i < scales.num_elements(); ++i)
         if (!std::isfinite(as_float(scales, i))) refuse(scales, "has a value that is NaN or infinite at index " + std::to_string(i) + "; the file is damaged: download it again");
 }
@@ -68,7 +73,8 @@ void check_part(const MatrixPart& part, std::int64_t columns) {
         const float value = as_float(weight, row * columns + column);
         const std::string place = " at [" + std::to_string(row) + ", " + std::to_string(column) + "]";
         if (!std::isfinite(value)) refuse(weight, "has a value that is NaN or infinite" + place + "; the file is damaged: download it again");
-        if (dtype == DType::float16 && std::isinf(from_float16(to_float16(value)))) refuse(weight, "has " + std::to_string(value) + place + ", too large for float16; load it as bfloat16 or float32");
+        if (dtype == DType::float16 && std::isinf(from_float16(to_float16(value))))
+            refuse(weight, "has " + std::to_string(value) + place + ", too large for float16; load it as bfloat16 or float32");
     }
     refuse(weight, "has a value that is NaN or infinite; the file is damaged: download it again");
 }
@@ -82,12 +88,16 @@ bool convert(const HostTensor& weight, std::int64_t row, std::int64_t columns, D
         std::memcpy(out, from, static_cast<std::size_t>(columns) * size);
     } else if (dtype == DType::float32) {
         float* values = reinterpret_cast<float*>(out);
-        if (weight.dtype == DType::bfloat16) for (std::int64_t i = 0; i < columns; ++i) values[i] = from_bfloat16(item<std::uint16_t>(from, i));
-        else for (std::int64_t i = 0; i < columns; ++i) values[i] = from_float16(item<std::uint16_t>(from, i));
+        if (weight.dtype == DType::bfloat16)
+            for (std::int64_t i = 0; i < columns; ++i) values[i] = from_bfloat16(item<std::uint16_t>(from, i));
+        else
+            for (std::int64_t i = 0; i < columns; ++i) values[i] = from_float16(item<std::uint16_t>(from, i));
     } else {
         std::uint16_t* values = reinterpret_cast<std::uint16_t*>(out);
         for (std::int64_t i = 0; i < columns; ++i) {
-            const float value = weight.dtype == DType::float32 ? item<float>(from, i) : weight.dtype == DType::bfloat16 ? from_bfloat16(item<std::uint16_t>(from, i)) : from_float16(item<std::uint16_t>(from, i));
+            const float value = weight.dtype == DType::float32    ? item<float>(from, i)
+                                : weight.dtype == DType::bfloat16 ? from_bfloat16(item<std::uint16_t>(from, i))
+                                                                  : from_float16(item<std::uint16_t>(from, i));
             values[i] = dtype == DType::bfloat16 ? to_bfloat16(value) : to_float16(value);
         }
     }
@@ -111,7 +121,8 @@ std::unique_ptr<CpuMatrix> CpuMatrix::load(std::span<const MatrixPart> parts, DT
     if (parts.empty()) throw Error(ErrorKind::configuration, "cpu: a matrix of no weights");
     if (parts[0].weight->shape.size() != 2) refuse(*parts[0].weight, "is not a matrix; the checkpoint is not of the model that its config names");
     if (dtype != DType::float32 && dtype != DType::float16 && dtype != DType::bfloat16) {
-        throw Error(ErrorKind::unsupported, std::string("dtype: weights can't be held as ") + pocket::name(dtype) + "; use float32, float16 or bfloat16", "dtype");
+        throw Error(ErrorKind::unsupported, std::string("dtype: weights can't be held as ") + pocket::name(dtype) + "; use float32, float16 or bfloat16",
+                    "dtype");
     }
     const std::int64_t columns = parts[0].weight->shape[1];
     std::int64_t rows = 0;

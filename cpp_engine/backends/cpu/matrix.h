@@ -21,7 +21,9 @@ public:
         std::size_t panel_bytes;
         std::unique_ptr<Buffer> data;
 
-        const std::byte* panel(std::int64_t index) const noexcept { return static_cast<const std::byte*>(data->data()) + static_cast<std::size_t>(index) * panel_bytes; }
+        const std::byte* panel(std::int64_t index) const noexcept {
+            return static_cast<const std::byte*>(data->data()) + static_cast<std::size_t>(index) * panel_bytes;
+        }
     };
 
     // As Device::load_matrix.

@@ -1,7 +1,7 @@
 // Draws, with the noise and the order of the torch plane's sampler: a seed gives the same answer on both.
 //
-// A draw is the id with the largest sum of its log probability and of Gumbel noise (Gumbel, 1954; Maddison, Tarlow and Minka, 2014). The noise hangs on the row's
-// seed, on the number of the draw and on the id alone.
+// A draw is the id with the largest sum of its log probability and of Gumbel noise (Gumbel, 1954; Maddison, Tarlow and Minka, 2014). The noise hangs on the
+// row's seed, on the number of the draw and on the id alone.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,16 +13,19 @@
 namespace pocket {
 namespace {
 
-constexpr int kCandidates = 256;             // ids with noise of their own; beside them the others are rarely drawn
-constexpr int kStretch = 64 * kLogitBlock;   // logits of one task of the scan
-constexpr double kLowestLogprob = -9999.0;   // finite, since JSON has no infinity
+constexpr int kCandidates = 256;  // ids with noise of their own; beside them the others are rarely drawn
+constexpr int kStretch = 64 * kLogitBlock;  // logits of one task of the scan
+constexpr double kLowestLogprob = -9999.0;  // finite, since JSON has no infinity
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Noise of id `index - 1`, and for index 0 that of all ids without their own.
 class Gumbel {
 public:
     Gumbel(std::uint64_t seed, std::int32_t draw) : start_(splitmix64(splitmix64(seed, 0), static_cast<std::uint64_t>(draw))) {}
-    double operator()(std::uint64_t index) const { return -std::log(-std::log((static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53)); }  // of a number in (0, 1)
+    double operator()(std::uint64_t index) const {
+        const double uniform = (static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53;  // in (0, 1)
+        return -std::log(-std::log(uniform));
+    }
 
 private:
     std::uint64_t start_;
@@ -42,10 +45,9 @@ struct Row {
     const std::uint32_t* mask = nullptr;
     int vocab_size = 0;
     float largest = 0, largest_allowed = 0;
-    double log_sum = 0, log_sum_scaled = 0;     // logarithm of the sum of exp(logit - largest), of exp((logit - largest_allowed) / temperature) over allowed ids
+    double log_sum = 0, log_sum_scaled = 0;  // logarithm of the sum of exp(logit - largest), of exp((logit - largest_allowed) / temperature) over allowed ids
     bool has_nan = false;
-    const float* block_largest = nullptr;       // largest logit of each kLogitBlock
-    bool blocks_are_masked = false;             // of the allowed ones
+    const float* block_largest = nullptr;  // largest allowed logit of each kLogitBlock
 
     // The `count` largest (fewer where there are no more), most likely first. Of allowed ids, where `masked`.
     std::vector<Candidate> top(int count, bool masked) const;
@@ -55,14 +57,14 @@ std::vector<Candidate> Row::top(int count, bool masked) const {
     const int num_blocks = (vocab_size + kLogitBlock - 1) / kLogitBlock;
     const std::uint32_t* allowed = masked ? mask : nullptr;
     float threshold = -std::numeric_limits<float>::infinity();  // at least `count` logits are not below it
-    if (count < num_blocks && (masked || !blocks_are_masked)) {
+    if (count < num_blocks && (masked || !mask)) {
         std::vector<float> largest_of(block_largest, block_largest + num_blocks);
         std::nth_element(largest_of.begin(), largest_of.begin() + count - 1, largest_of.end(), std::greater<>());
         threshold = largest_of[static_cast<std::size_t>(count - 1)];
     }
     std::vector<Candidate> found;
     for (int block = 0; block < num_blocks; ++block) {
-        if ((masked || !blocks_are_masked) && block_largest[block] < threshold) continue;
+        if ((masked || !mask) && block_largest[block] < threshold) continue;
         const int end = std::min(vocab_size, (block + 1) * kLogitBlock);
         for (int id = block * kLogitBlock; id < end; ++id)
             if (logits[id] >= threshold && allows(allowed, id)) found.push_back({logits[id], id});
@@ -157,16 +159,21 @@ void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::sp
             const std::int64_t sample = task / stretches, stretch = task % stretches;
             const int first = static_cast<int>(stretch) * kStretch;
             const float temperature = temperature_of(sample);
-            kernels_.scan_logits(row_of(sample), inputs.masks[static_cast<std::size_t>(sample)], first, std::min(first + kStretch, vocab_size), temperature > 0 ? 1.0f / temperature : 1.0f,
-                                 wide_.of<LogitScan>(static_cast<int>(sample))[stretch], shared_.of<float>(static_cast<int>(sample)) + first / kLogitBlock);
+            kernels_.scan_logits(row_of(sample), inputs.masks[static_cast<std::size_t>(sample)], first, std::min(first + kStretch, vocab_size),
+                                 temperature > 0 ? 1.0f / temperature : 1.0f, wide_.of<LogitScan>(static_cast<int>(sample))[stretch],
+                                 shared_.of<float>(static_cast<int>(sample)) + first / kLogitBlock);
         }
     });
     pool_.parallel_for(num_samples, 1, [&](std::int64_t begin, std::int64_t end, int) {
         for (std::int64_t sample = begin; sample < end; ++sample) {
             const std::size_t index = static_cast<std::size_t>(sample);
             const LogitScan* scans = wide_.of<LogitScan>(static_cast<int>(sample));
-            Row row{row_of(sample), inputs.masks[index], vocab_size, -std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), 0, 0, false,
-                    shared_.of<float>(static_cast<int>(sample)), inputs.masks[index] != nullptr};
+            Row row;
+            row.logits = row_of(sample);
+            row.mask = inputs.masks[index];
+            row.vocab_size = vocab_size;
+            row.block_largest = shared_.of<float>(static_cast<int>(sample));
+            row.largest = row.largest_allowed = -std::numeric_limits<float>::infinity();
             for (int i = 0; i < stretches; ++i) {
                 row.largest = std::max(row.largest, scans[i].largest);
                 row.largest_allowed = std::max(row.largest_allowed, scans[i].largest_allowed);
@@ -176,7 +183,8 @@ void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::sp
             const double temperature = temperature_of(sample) > 0 ? temperature_of(sample) : 1.0;
             for (int i = 0; i < stretches; ++i) {
                 if (scans[i].sum > 0) sum += scans[i].sum * std::exp(static_cast<double>(scans[i].largest) - row.largest);
-                if (scans[i].sum_scaled > 0) sum_scaled += scans[i].sum_scaled * std::exp((static_cast<double>(scans[i].largest_allowed) - row.largest_allowed) / temperature);
+                if (scans[i].sum_scaled > 0)
+                    sum_scaled += scans[i].sum_scaled * std::exp((static_cast<double>(scans[i].largest_allowed) - row.largest_allowed) / temperature);
             }
             row.log_sum = std::log(sum);
             row.log_sum_scaled = std::log(sum_scaled);

@@ -161,7 +161,7 @@ struct SampleInputs {
 
 struct SampleOutput {
     std::int32_t token_id = -1;
-    bool is_finite = true;                                  // false: a logit was NaN or infinite, and nothing was drawn
+    bool is_finite = true;                                  // false: a logit was NaN, or the largest one that is allowed not finite; nothing was drawn
     float logprob = 0;                                      // of the drawn id, natural, over the whole vocabulary, before temperature, top_k, top_p and mask
     int num_top = 0;
     std::int32_t top_ids[20] = {};                          // most likely first; of equal ones the lower id first
@@ -210,7 +210,8 @@ public:
     virtual void embed(const Step& step, const Matrix& table, const Tensor& out) = 0;
 
     // out [x.rows, weight.rows] (swiglu: half as many) from x [x.rows, weight.columns]. x is float32 where `norm` is given, else float32 or the activation
-    // dtype; out is float32 or the activation dtype. x is rounded to the weight's dtype (float8_e4m3: bfloat16), products are summed in float32.
+    // dtype; out is float32 or the activation dtype. x is rounded to the weight's dtype (float8_e4m3: bfloat16; float16: or not at all), products are
+    // summed in float32.
     virtual void linear(const Tensor& x, const Norm* norm, const Matrix& weight, Epilogue epilogue, const Tensor& out) = 0;
 
     // Gated attention with paged keys and values. projections [num_tokens, 2 * num_heads * head_dim + 2 * num_kv_heads * head_dim]: for each head its
