@@ -360,15 +360,17 @@ def test_the_interpreter_ends_while_a_daemon_thread_generates(native: Any, check
     run = """
 def forever():
     started.set()
-    while True:
-        engine.generate([1, 2, 3], 100)
+    engine.generate([1, 2, 3], 4000)
 threading.Thread(target=forever, daemon=True).start()
 started.wait()
 time.sleep(0.2)
 print("running", flush=True)
+left = time.monotonic()
 """
-    done = in_a_process(PREPARE.format(checkpoint=checkpoint) + run)
-    assert (done.returncode, done.stdout) == (0, "running\n"), done.stderr
+    # Registered before the module's own hook, and so called after it.
+    hook = "import atexit, time\natexit.register(lambda: print('waited' if time.monotonic() - left > 4 else 'ended', flush=True))\n"
+    done = in_a_process(hook + PREPARE.format(checkpoint=checkpoint).replace("max_model_len=512", "max_model_len=4096") + run)
+    assert (done.returncode, done.stdout) == (0, "running\nended\n"), done.stderr
 
 
 def test_a_fork_refuses_and_ends(native: Any, checkpoint: str) -> None:

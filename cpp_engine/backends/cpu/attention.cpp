@@ -54,7 +54,7 @@ struct CpuDevice::AttentionCall {
 void CpuDevice::attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache, const Tensor& out) {
     if (shape.head_dim % 16 != 0 || shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0 || shape.num_heads / shape.num_kv_heads > kQueryRows) {
         throw Error(ErrorKind::unsupported, "cpu: attention with heads of " + std::to_string(shape.head_dim) + " values (multiples of 16 are computed), " + std::to_string(shape.num_heads) + " of them for " +
-                                                std::to_string(shape.num_kv_heads) + " heads of keys");
+                                                std::to_string(shape.num_kv_heads) + " heads of keys: use backend \"torch\" for this model", "model");
     }
     if (cache.dtype != DType::float32 && cache.dtype != DType::float16 && cache.dtype != DType::bfloat16) {
         throw Error(ErrorKind::unsupported, std::string("kv_cache_dtype: the CPU holds keys and values as float32, float16 or bfloat16, not ") + pocket::name(cache.dtype), "kv_cache_dtype");
