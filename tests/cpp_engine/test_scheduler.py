@@ -199,7 +199,7 @@ def test_a_constraint_that_fails_ends_its_own_request(native: Any, scheduler: An
 def test_seeds(native: Any, scheduler: Any, prompt_tokens: list[int]) -> None:
     def draw(**more: Any) -> list[int]:
         sampling = native.QwenBatchSamplingParams(max_new_tokens=24, temperature=3.0, stop_token_ids=[], **more)
-        return scheduler.poll_result(scheduler.submit_request(prompt_tokens, sampling), WAIT_MS).token_ids
+        return list(scheduler.poll_result(scheduler.submit_request(prompt_tokens, sampling), WAIT_MS).token_ids)
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     assert draw() != draw()
