@@ -30,13 +30,14 @@ auto without_gil(Function&& call) {
     return call();
 }
 
-// Every tenth of a second, ask Python for signals such as Ctrl-C; called without the GIL. Throws what a handler raises.
+// Every tenth of a second, ask Python for signals such as Ctrl-C, and whether it ends; called without the GIL. Throws what a handler raises.
 class SignalCheck {
 public:
     void operator()() {
         const auto now = std::chrono::steady_clock::now();
         if (now < due_) return;
         due_ = now + std::chrono::milliseconds(100);
+        Lifetime::get().check();
         const py::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }

@@ -13,10 +13,14 @@ Lifetime& Lifetime::get() {
 
 Lifetime::Lifetime() : process_(getpid()) {}
 
+void Lifetime::check() const {
+    if (has_ended_) throw Error(ErrorKind::unavailable, "Python is shutting down: the native engine takes no more calls.");
+}
+
 Lifetime::Call::Call() {
     Lifetime& lifetime = get();
     const std::lock_guard lock(lifetime.mutex_);
-    if (lifetime.has_ended_) throw Error(ErrorKind::unavailable, "Python is shutting down: the native engine takes no more calls.");
+    lifetime.check();
     ++lifetime.num_calls_;
 }
 

@@ -1,6 +1,7 @@
 // What must have ended before the interpreter does: a thread that asks for the GIL after that never gets it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -26,6 +27,7 @@ public:
 
     void add(const std::shared_ptr<QwenBatchScheduler>& scheduler);
     void end();                                             // without the GIL
+    void check() const;                                     // Error(unavailable) once `end` was called; for long calls, so that the end need not wait for them
 
 private:
     Lifetime();
@@ -34,7 +36,7 @@ private:
     std::condition_variable changed_;
     std::vector<std::weak_ptr<QwenBatchScheduler>> schedulers_;
     int num_calls_ = 0;
-    bool has_ended_ = false;
+    std::atomic<bool> has_ended_ = false;                   // set under mutex_
     int process_ = 0;                                       // in a fork nothing is waited for: the threads did not come along
 };
 

@@ -199,7 +199,7 @@ def test_a_constraint_that_fails_ends_its_own_request(native: Any, scheduler: An
 def test_seeds(native: Any, scheduler: Any, prompt_tokens: list[int]) -> None:
     def draw(**more: Any) -> list[int]:
         sampling = native.QwenBatchSamplingParams(max_new_tokens=24, temperature=3.0, stop_token_ids=[], **more)
-        return scheduler.poll_result(scheduler.submit_request(prompt_tokens, sampling), WAIT_MS).token_ids
+        return list(scheduler.poll_result(scheduler.submit_request(prompt_tokens, sampling), WAIT_MS).token_ids)
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     assert draw() != draw()
@@ -360,15 +360,17 @@ def test_the_interpreter_ends_while_a_daemon_thread_generates(native: Any, check
     run = """
 def forever():
     started.set()
-    while True:
-        engine.generate([1, 2, 3], 100)
+    engine.generate([1, 2, 3], 4000)
 threading.Thread(target=forever, daemon=True).start()
 started.wait()
 time.sleep(0.2)
 print("running", flush=True)
+left = time.monotonic()
 """
-    done = in_a_process(PREPARE.format(checkpoint=checkpoint) + run)
-    assert (done.returncode, done.stdout) == (0, "running\n"), done.stderr
+    # Registered before the module's own hook, and so called after it.
+    hook = "import atexit, time\natexit.register(lambda: print('waited' if time.monotonic() - left > 4 else 'ended', flush=True))\n"
+    done = in_a_process(hook + PREPARE.format(checkpoint=checkpoint).replace("max_model_len=512", "max_model_len=4096") + run)
+    assert (done.returncode, done.stdout) == (0, "running\nended\n"), done.stderr
 
 
 def test_a_fork_refuses_and_ends(native: Any, checkpoint: str) -> None:

@@ -60,7 +60,7 @@ void CpuDevice::attention(const Step& step, const AttentionShape& shape, const A
                           const Tensor& out) {
     if (shape.head_dim % 16 != 0 || shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0 || shape.num_heads / shape.num_kv_heads > kQueryRows) {
         throw Error(ErrorKind::unsupported, "cpu: attention with heads of " + std::to_string(shape.head_dim) + " values (multiples of 16 are computed), " +
-                                                std::to_string(shape.num_heads) + " of them for " + std::to_string(shape.num_kv_heads) + " heads of keys");
+                                                std::to_string(shape.num_heads) + " of them for " + std::to_string(shape.num_kv_heads) + " heads of keys: use backend \"torch\" for this model", "model");
     }
     if (cache.dtype != DType::float32 && cache.dtype != DType::float16 && cache.dtype != DType::bfloat16) {
         throw Error(ErrorKind::unsupported,

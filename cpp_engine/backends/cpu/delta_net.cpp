@@ -21,7 +21,7 @@ void CpuDevice::delta_net(const Step& step, const DeltaNetShape& shape, const De
         throw Error(ErrorKind::unsupported, "cpu: DeltaNet heads of " + std::to_string(key_dim) + " and " + std::to_string(value_dim) +
                                                 " values (multiples of 16 are computed), " + std::to_string(shape.num_key_heads) + " key and " +
                                                 std::to_string(shape.num_value_heads) + " value heads, a convolution over " +
-                                                std::to_string(shape.conv_kernel) + " tokens");
+                                                std::to_string(shape.conv_kernel) + " tokens: use backend \"torch\" for this model", "model");
     }
     const std::int64_t conv_dim = shape.conv_dim(), matrix_size = static_cast<std::int64_t>(key_dim) * value_dim;
     constexpr int kTokens = kDeltaTokens;
