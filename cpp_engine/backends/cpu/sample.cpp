@@ -22,10 +22,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 class Gumbel {
 public:
     Gumbel(std::uint64_t seed, std::int32_t draw) : start_(splitmix64(splitmix64(seed, 0), static_cast<std::uint64_t>(draw))) {}
-    double operator()(std::uint64_t index) const {
-        const double uniform = (static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53;  // in (0, 1)
-        return -std::log(-std::log(uniform));
-    }
+    double uniform(std::uint64_t index) const { return (static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
+    double operator()(std::uint64_t index) const { return -std::log(-std::log(uniform(index))); }
 
 private:
     std::uint64_t start_;
@@ -110,7 +108,9 @@ std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, c
         if (sum > best) best = sum, best_id = one.id;
     }
     if (rest == 0 || best >= std::log(rest) + noise(0)) return best_id;
-    // One of the others: each with its own noise.
+    // One of the others: each with its own noise. None is likelier than the last of those found, so most numbers are too small to win, and need no logarithms.
+    const double ceiling = scaled(found.back().logit);
+    double least = 0;
     std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     std::size_t next = 0;
     best = -kInfinity;
@@ -119,9 +119,13 @@ std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, c
             ++next;
             continue;
         }
+        if (noise.uniform(static_cast<std::uint64_t>(id) + 1) < least) continue;
         if (!allows(row.mask, id) || row.logits[id] == -std::numeric_limits<float>::infinity()) continue;
         const double sum = scaled(row.logits[id]) + noise(static_cast<std::uint64_t>(id) + 1);
-        if (sum > best) best = sum, best_id = id;
+        if (sum <= best) continue;
+        best = sum;
+        best_id = id;
+        least = std::exp(-std::exp(ceiling - best)) * (1 - 1e-12);
     }
     return best_id;
 }

@@ -161,7 +161,7 @@ struct SampleInputs {
 
 struct SampleOutput {
     std::int32_t token_id = -1;
-    bool is_finite = true;                                  // false: a logit was NaN, or the largest one that is allowed not finite; nothing was drawn
+    bool is_finite = true;                                  // false: a logit was NaN or plus infinity, or no finite one is allowed; nothing was drawn
     float logprob = 0;                                      // of the drawn id, natural, over the whole vocabulary, before temperature, top_k, top_p and mask
     int num_top = 0;
     std::int32_t top_ids[20] = {};                          // most likely first; of equal ones the lower id first
