@@ -67,6 +67,8 @@ def list_shards(directory: Path) -> list[Path]:
             shards = [directory / name for name in names]
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             raise ConfigurationError(f"{index} is not a valid index (it needs a weight_map): download it again.", param="model") from None
+        if outside := [name for name in names if Path(name).name != name or name == ".."]:
+            raise ConfigurationError(f"{index} names {outside[0]!r}, which is no file of its directory: download it again.", param="model")
         if missing := [shard.name for shard in shards if not shard.is_file()]:
             raise ConfigurationError(f"{directory} lacks {', '.join(missing)}, which {index.name} names: download it again.", param="model")
     elif (directory / "model.safetensors").exists():
@@ -85,6 +87,8 @@ def read_header(path: Path) -> SafetensorsHeader:
     Raises:
         ConfigurationError: the file can't be read, is truncated or is corrupt.
     """
+    if not path.is_file():  # opening a pipe would wait for somebody to write to it
+        raise ConfigurationError(f"{path} is no file: download it again.", param="model")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -32,6 +32,7 @@ fi
 "$venv/bin/python" -c 'import pybind11' 2>/dev/null || attempt "$venv/bin/python" -m pip --disable-pip-version-check install --quiet 'pybind11>=2.13'
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 pybind11=$("$venv/bin/python" -m pybind11 --cmakedir)
+echo "build_native: compiling the native parts (a few minutes; what the compiler says is in build/native.log)"
 attempt "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" -DPython_EXECUTABLE="$venv/bin/python" -Dpybind11_DIR="$pybind11"
 attempt "$cmake" --build build/native --parallel "$("$venv/bin/python" -c 'import os; print(os.cpu_count() or 1)')"
 attempt "$cmake" --install build/native --component python --prefix "$packages"

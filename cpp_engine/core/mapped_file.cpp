@@ -25,7 +25,7 @@ namespace {
 }  // namespace
 
 MappedFile::MappedFile(const std::filesystem::path& path) : path_(path.string()) {
-    const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+    const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe is refused below, not waited for
     if (file < 0) fail_to_read(path_, errno);
     struct stat about {};
     void* data = MAP_FAILED;

@@ -84,11 +84,14 @@ void Checkpoint::read_files(const fs::path& folder) {
 void Checkpoint::read_index(const fs::path& folder, const fs::path& index) {
     const Json json = read_object(index);
     const Json* map = json.find("weight_map");
-    const auto is_valid = [](const Json::Member& member) {
-        return member.second.is_string() && fs::path(member.second.string()).filename() == member.second.string() && !member.second.string().empty();
-    };
+    const auto is_valid = [](const Json::Member& member) { return member.second.is_string() && !member.second.string().empty(); };
     if (!map || !map->is_object() || !std::all_of(map->object().begin(), map->object().end(), is_valid)) {
         fail(index.string() + " is no valid index (it needs a weight_map from tensors to names of files): download it again.");
+    }
+    for (const auto& [name, shard] : map->object()) {
+        if (fs::path(shard.string()).filename() != shard.string() || shard.string() == ".." || shard.string() == ".") {
+            fail(index.string() + " names '" + shard.string() + "' for the tensor " + name + ", which is no file of its directory: download it again.");
+        }
     }
     std::set<std::string> shards;
     for (const auto& [name, shard] : map->object()) {

@@ -64,7 +64,11 @@ TEST(shards) {
     CHECK_THROWS(Checkpoint{folder.path()}, "lacks 3.safetensors, which its index names for the tensor b");
     write_index(folder.path(), R"("a": "2.safetensors", "b": "1.safetensors")");
     CHECK_THROWS(Checkpoint{folder.path()}, "lacks the tensor a");
-    for (const char* map : {R"("a": 1)", R"("a": "../1.safetensors")", R"("a": "")"}) {
+    for (const char* file : {"../1.safetensors", "/1.safetensors", "1/..", ".."}) {
+        write_index(folder.path(), R"("a": ")" + std::string(file) + R"(")");
+        CHECK_THROWS(Checkpoint{folder.path()}, "names '" + std::string(file) + "' for the tensor a, which is no file of its directory");
+    }
+    for (const char* map : {R"("a": 1)", R"("a": "")"}) {
         write_index(folder.path(), map);
         CHECK_THROWS(Checkpoint{folder.path()}, "model.safetensors.index.json is no valid index");
     }

@@ -100,8 +100,6 @@ class CppBackend(Backend):
         # Whoever drops this backend without closing it still stops the thread.
         weakref.finalize(self, engine.close)
         config = loaded.config
-        for limit in config.limits:
-            logger.warning("%s", limit)
         eos, source = resolve_eos(self._options.eos_token_ids, config, self._checkpoint)
         self._replaced_eos = eos if source == "backend_options" else frozenset()
         self._fallback_eos = frozenset() if self._checkpoint.generation_defaults.eos_token_ids else eos

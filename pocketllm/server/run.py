@@ -138,7 +138,8 @@ class _Server(uvicorn.Server):
         gc.freeze()
         body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
         key = ' -H "Authorization: Bearer $POCKETLLM_API_KEY"' if self._args.api_key else ""
-        say(f"{self.state.model_name} is ready at {self._url}")
+        running = self.state.service.capabilities
+        say(f"{self.state.model_name} is ready at {self._url} (backend {running.backend}, device {running.device})")
         say(f"try: curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
 
     async def _end_late_requests(self) -> None:

@@ -71,7 +71,7 @@ def test_sigint_exits_0(start: Any) -> None:
 
 def test_sigterm_lets_a_running_request_finish(start: Any) -> None:
     process = start(fake={"tokens_per_second": 20})
-    url = process.wait_for("is ready at (http.*)")
+    url = process.wait_for(r"is ready at (http\S+)")
     answers: list[httpx.Response] = []
     client = threading.Thread(target=lambda: answers.append(httpx.post(url + CHAT, json=chat_body(max_tokens=20), timeout=20)))
     client.start()
@@ -84,7 +84,7 @@ def test_sigterm_lets_a_running_request_finish(start: Any) -> None:
 
 def test_sigterm_cancels_what_runs_past_the_limit(start: Any) -> None:
     process = start(server={"shutdown_timeout": 0.3}, fake={"tokens_per_second": 20})
-    url = process.wait_for("is ready at (http.*)")
+    url = process.wait_for(r"is ready at (http\S+)")
     answers: dict[str, httpx.Response] = {}
 
     def post(name: str, **fields: Any) -> None:
@@ -110,7 +110,7 @@ def test_sigterm_cancels_what_runs_past_the_limit(start: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_running_requests_at_once_and_in_order(start: Any, number: signal.Signals) -> None:
     process = start(fake={"tokens_per_second": 20})
-    url = process.wait_for("is ready at (http.*)")
+    url = process.wait_for(r"is ready at (http\S+)")
     answers: list[httpx.Response] = []
     client = threading.Thread(target=lambda: answers.append(httpx.post(url + CHAT, json=chat_body(max_tokens=900), timeout=20)))
     client.start()
@@ -129,7 +129,7 @@ def test_a_second_signal_ends_running_requests_at_once_and_in_order(start: Any, 
 
 def test_sigterm_closes_on_a_client_that_sends_no_more(start: Any) -> None:
     process = start(server={"shutdown_timeout": 0.1})
-    url = urlsplit(process.wait_for("is ready at (http.*)"))
+    url = urlsplit(process.wait_for(r"is ready at (http\S+)"))
     with socket.create_connection((url.hostname, url.port)) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         time.sleep(0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,8 @@ def test_generation_config_wins_over_config(hf_directory):
 
 
 def test_a_text_config_is_laid_over_the_top_level(hf_directory):
-    config = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {"model_type": "qwen3_5_text", "hidden_size": 8, "eos_token_id": 3}}
+    text = {"model_type": "qwen3_5_text", "hidden_size": 8, "eos_token_id": 3, "vocab_size": 16, "max_position_embeddings": 64}
+    config = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
     checkpoint = open_checkpoint(hf_directory(config))
     assert checkpoint.architecture == checkpoint.config["model_type"] == "qwen3_5"
     assert (checkpoint.config["hidden_size"], checkpoint.config["tie_word_embeddings"]) == (8, True)
@@ -221,6 +223,16 @@ def test_shards_and_their_index(hf_directory):
     assert "The tensor a is in both" in refusal(directory)
     index.write_text("[]")
     assert "not a valid index" in refusal(directory)
+    for outside in ("../model-1.safetensors", str(directory / "model-1.safetensors"), "x/../model-1.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": outside}}))
+        assert f"names {outside!r}, which is no file of its directory" in refusal(directory)
+
+
+def test_a_pipe_in_place_of_the_weights(hf_directory):
+    directory = hf_directory()
+    (directory / "model.safetensors").unlink()
+    os.mkfifo(directory / "model.safetensors")
+    assert "is no file" in refusal(directory)
 
 
 @pytest.mark.parametrize(
