@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = ("--backend-options", '{"num_threads": 1}')
 
@@ -72,3 +74,9 @@ def serve(*options: Any) -> ServerProcess:
 def wait_until_ready(server: ServerProcess) -> str:
     """The URL of the server once its model is loaded."""
     return server.wait_for(r"is ready at (http\S+)", 180)
+
+
+def gauge(url: str, name: str) -> float:
+    """A value of the server's /metrics."""
+    (line,) = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(f"pocketllm_{name} ")]
+    return float(line.split()[1])

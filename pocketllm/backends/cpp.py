@@ -22,6 +22,7 @@ from pocketllm.backends.base import (
     StepOutput,
     TokenLogprobs,
 )
+from pocketllm.backends.terms import check_request, check_threads, context_length, read_backend_options
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError, UnsupportedFeatureError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 1024
 _MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
 # The native engine's words for what EngineArgs and requests call otherwise.
@@ -54,7 +54,7 @@ class CppBackend(Backend):
         self._args = args
         self._checkpoint = checkpoint
         self._options = _Options.read(args, int(checkpoint.config["vocab_size"]))
-        self._context_length = _context_length(args, checkpoint)
+        self._context_length = context_length(args, checkpoint)
         self._engine: _Engine | None = None
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
@@ -150,7 +150,7 @@ class CppBackend(Backend):
         if self._replaced_eos and eos:
             # A grammar ends on the ids that it was made with, so those still end its row.
             eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
-        self._check_terms(request)
+        check_request(request, self._capabilities)
         self._engine.submit(request, eos, on_step)
 
     def cancel(self, request_id: str) -> bool:
@@ -168,17 +168,6 @@ class CppBackend(Backend):
         self._closed = True
         if self._engine is not None:
             self._engine.close()
-
-    def _check_terms(self, request: EngineRequest) -> None:
-        vocab_size, context, prompt = self._capabilities.vocab_size, self._capabilities.context_length, request.prompt_token_ids
-        if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise ConfigurationError(f'"prompt" holds an id that is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt")
-        if len(prompt) + request.max_tokens > context:
-            raise ConfigurationError(
-                f'"max_tokens" = {request.max_tokens} after a prompt of {len(prompt)} tokens is more than the context of {context} tokens: '
-                "send less, or start the engine with a larger max_model_len.",
-                param="max_tokens",
-            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -296,18 +285,9 @@ class _Options:
         """Raises:
         ConfigurationError: a name is unknown, or a value makes no sense for a model of `vocab_size` tokens.
         """
-        options: dict[str, Any] = dict(args.backend_options)
-        names = ("num_threads", "eos_token_id")
-        for name in options:
-            if name not in names:
-                raise ConfigurationError(
-                    f'"backend_options" holds {name!r}, which the cpp plane does not know: it takes {", ".join(names)}.', param="backend_options"
-                )
+        options = read_backend_options(args, "cpp", ("num_threads", "eos_token_id"))
         threads = options.get("num_threads")
-        if threads is not None and (not _is_int(threads) or not 1 <= threads <= _MAX_THREADS):
-            raise ConfigurationError(
-                f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number from 1 to {_MAX_THREADS}.', param="backend_options"
-            )
+        num_threads = 0 if threads is None else check_threads(threads)
         eos = options.get("eos_token_id")
         ids: Sequence[Any] = () if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
         if eos is not None and not (ids and all(_is_int(id_) and id_ >= 0 for id_ in ids)):
@@ -319,7 +299,7 @@ class _Options:
                 f'"eos_token_id" = {beyond[0]} in "backend_options" is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.',
                 param="backend_options",
             )
-        return cls(threads or 0, frozenset(ids))
+        return cls(num_threads, frozenset(ids))
 
 
 def import_native() -> Any:
@@ -371,16 +351,6 @@ def _tokenizer_eos(checkpoint: Checkpoint) -> int | None:
     except ConfigurationError:  # a checkpoint without a tokenizer takes token ids all the same
         return None
     return None if tokenizer.eos_token is None else tokenizer.backend.token_to_id(tokenizer.eos_token)
-
-
-def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
-    trained = checkpoint.context_length
-    if args.max_model_len is not None and args.max_model_len > trained:
-        raise ConfigurationError(
-            f'"max_model_len" = {args.max_model_len} is more than the {trained} tokens that {checkpoint.name} was made for: lower it, or leave it out.',
-            param="max_model_len",
-        )
-    return args.max_model_len or trained
 
 
 def _is_int(value: object) -> bool:

@@ -6,10 +6,11 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pocketllm import env
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
+from pocketllm.backends.terms import check_request, check_threads, context_length, read_backend_options
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
     from pocketllm.torch_engine.runner import Runner
     from pocketllm.torch_engine.scheduler import Scheduler
-
-_MAX_THREADS = 1024  # far more than help; OpenMP ends the process when the system refuses it a thread
 
 
 class TorchBackend(Backend):
@@ -42,7 +41,7 @@ class TorchBackend(Backend):
         self._engine: Engine | None = None
         self._closed = False
         self._options = _Options.read(args)
-        self._context_length = _context_length(args, checkpoint)
+        self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
         self._capabilities = Capabilities("torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
 
@@ -94,15 +93,7 @@ class TorchBackend(Backend):
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
             raise BackendUnavailableError("The model is still loading: try again when /ready answers 200.")
-        vocab_size, context = self._capabilities.vocab_size, self._capabilities.context_length
-        if request.prompt_token_ids and not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
-            raise ConfigurationError(f'"prompt" holds an id that is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt")
-        if len(request.prompt_token_ids) + request.max_tokens > context:  # the device has neither rotations nor room in its tables for more
-            raise ConfigurationError(
-                f'"max_tokens" = {request.max_tokens} after a prompt of {len(request.prompt_token_ids)} tokens is more than the context of {context} tokens: '
-                "send less, or start the engine with a larger max_model_len.",
-                param="max_tokens",
-            )
+        check_request(request, self._capabilities)
         self._engine.submit(request, on_step)
 
     def cancel(self, request_id: str) -> bool:
@@ -141,32 +132,12 @@ class _Options:
         """Raises:
         ConfigurationError: a name is unknown, or a value makes no sense.
         """
-        options: dict[str, Any] = dict(args.backend_options)
         names = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in names:
-                raise ConfigurationError(
-                    f'"backend_options" holds {name!r}, which the torch plane does not know: it takes {", ".join(names)}.', param="backend_options"
-                )
-        threads = options.get("num_threads", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
-            raise ConfigurationError(
-                f'"num_threads" = {threads!r} in "backend_options" is not valid: send a whole number from 1 to {_MAX_THREADS}.', param="backend_options"
-            )
+        options = read_backend_options(args, "torch", names)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = check_threads(options.get("num_threads", cores))
         switches = {name: options.get(name, True) for name in names[1:]}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise ConfigurationError(f'"{name}" = {value!r} in "backend_options" is not valid: send true or false.', param="backend_options")
         return cls(threads, **switches)
-
-
-def _context_length(args: EngineArgs, checkpoint: Checkpoint) -> int:
-    trained = checkpoint.context_length
-    if args.max_model_len is None:
-        return trained
-    if args.max_model_len > trained:
-        raise ConfigurationError(
-            f'"max_model_len" = {args.max_model_len} is more than the {trained} tokens that {checkpoint.name} was made for: lower it, or leave it out.',
-            param="max_model_len",
-        )
-    return args.max_model_len

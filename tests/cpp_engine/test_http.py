@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.cpp_engine.conftest import TRAINED
-from tests.server_process import serve, wait_until_ready
+from tests.server_process import gauge, serve, wait_until_ready
 
 SUM: list[Any] = [{"role": "user", "content": "What is 17+25?"}]
 ADD = {
@@ -54,11 +54,6 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
     return client.chat.completions.create(**{"model": "m", "messages": messages, "max_tokens": 200, "temperature": 0, **options})
-
-
-def gauge(url: str, name: str) -> float:
-    (line,) = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(f"pocketllm_{name} ")]
-    return float(line.split()[1])
 
 
 def test_a_sum(client: openai.OpenAI) -> None:

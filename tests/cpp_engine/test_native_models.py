@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5TextConfig
 
 from tests.models.plain_torch import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from tests.models.plane import check_close, check_greedy, expected_logits
-from tests.models.tiny_qwen3_5 import SIZES, fill, write_tiny
+from tests.models.tiny_qwen3_5 import SIZES, fill, write_fp8, write_tiny
 
 native = pytest.importorskip("pocketllm_cpp", reason="the native module is not built: build it with scripts/build_native.sh")
 
@@ -174,21 +173,7 @@ def test_preempted_rows_answer_the_same(case: Case) -> None:
 def test_fp8(tmp_path: Path) -> None:
     """Matrices in FP8 with a scale for each 128 x 128 block, beside those that such checkpoints keep. Products round their input to bfloat16."""
     oracle = write_tiny(tmp_path, hidden_size=160, linear_key_head_dim=32, linear_value_head_dim=32)
-    kept = ["lm_head", "model.embed_tokens", *(name for name, _ in oracle.named_modules() if name.endswith(("in_proj_a", "in_proj_b", "conv1d")))]
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name, weight in list(tensors.items()):
-        if weight.ndim != 2 or name.removesuffix(".weight") in kept:
-            continue
-        rows, columns = weight.shape
-        scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=torch.Generator().manual_seed(5)).add(0.5).div(100).bfloat16()
-        spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales
-        oracle.get_parameter(name).data = tensors[name].float() * spread
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    write_fp8(tmp_path, oracle)
     for prompt in (prompt_of(length, SIZES["vocab_size"]) for length in LENGTHS):
         check_close(torch.from_numpy(load(tmp_path).logits(prompt)), expected_logits(oracle, prompt), 0.03)
 

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_tiny, write_tiny_gguf, write_tiny_moe
+from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_fp8, write_tiny, write_tiny_gguf, write_tiny_moe
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
@@ -264,21 +264,7 @@ def test_gguf(matrix_type: str, tmp_path: Path) -> None:
 def test_fp8(tmp_path: Path) -> None:
     """Matrices in FP8 with a scale for each 128x128 block, beside those that such checkpoints keep as they are."""
     oracle = write_tiny(tmp_path, hidden_size=160, linear_key_head_dim=32, linear_value_head_dim=32)
-    kept = ["lm_head", "model.embed_tokens", *(name for name, _ in oracle.named_modules() if name.endswith(("in_proj_a", "in_proj_b", "conv1d")))]
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name, weight in list(tensors.items()):
-        if weight.ndim != 2 or name.removesuffix(".weight") in kept:
-            continue
-        rows, columns = weight.shape
-        scales = torch.rand(-(-rows // 128), -(-columns // 128)).add(0.5).div(100).bfloat16()
-        spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales
-        oracle.get_parameter(name).data = tensors[name].float() * spread
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    write_fp8(tmp_path, oracle)
     plane = Plane(load(tmp_path))
     plane.add("a", prompt_of(37), ANSWER)
     plane.run()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from pocketllm.backends.base import EngineRequest
@@ -72,6 +74,26 @@ def write_tiny_moe(directory: Path, **sizes: Any) -> Qwen3_5MoeForCausalLM:
     fill(model)
     model.save_pretrained(directory)
     return model
+
+
+def write_fp8(directory: Path, model: Any) -> None:
+    """Turn the matrices of the checkpoint that `model` was saved as into FP8 with block scales, but for those that such checkpoints keep, and give the
+    model the values that they then stand for."""
+    kept = ["lm_head", "model.embed_tokens", *(name for name, _ in model.named_modules() if name.endswith(("in_proj_a", "in_proj_b", "conv1d")))]
+    tensors = load_file(directory / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if weight.ndim != 2 or name.removesuffix(".weight") in kept:
+            continue
+        rows, columns = weight.shape
+        scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=torch.Generator().manual_seed(5)).add(0.5).div(100).bfloat16()
+        spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        model.get_parameter(name).data = tensors[name].float() * spread
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
 
 
 def write_tiny_gguf(path: Path, model: Any, matrix_type: gguf.GGMLQuantizationType) -> None:

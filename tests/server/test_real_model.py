@@ -22,7 +22,7 @@ from pocketllm.checkpoint import open_checkpoint
 from pocketllm.text.chat_template import load_chat_template
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.conformance.llama_oracle import Oracle
-from tests.server_process import serve, wait_until_ready
+from tests.server_process import gauge, serve, wait_until_ready
 
 CONTEXT = 2048
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -49,12 +49,6 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def tokenizer(default_model: Path) -> Tokenizer:
     return load_tokenizer(open_checkpoint(default_model, "auto"))
-
-
-def gauge(url: str, name: str) -> float:
-    """A value of /metrics."""
-    (line,) = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(f"pocketllm_{name} ")]
-    return float(line.split()[1])
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:

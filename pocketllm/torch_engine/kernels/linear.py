@@ -318,13 +318,12 @@ def _one_row_streamed(
         stored = {torch.float32: STORED_FLOAT32, torch.float16: STORED_FLOAT16, torch.bfloat16: STORED_BFLOAT16}[values.dtype]
     blocks = triton.cdiv(N, block_n)
     programs = min(blocks, device_limits(x.device).num_multiprocessors * config.per_multiprocessor)
-    options = {"maxnreg": config.max_registers} if config.max_registers and x.is_cuda else {}
     row_stream_kernel[(programs,)](
         x, norm_weight, words, scales, values if bias is None else bias, out, N, blocks, programs, scales.stride(0), eps,
         K=K, STRIDE=words.stride(0), FULL=N % block_n == 0, NORM=norm is not None, BIAS=bias is not None, ADD=add, ACTIVATION=activation,
         STORED=stored, MODE=decode_mode(x.device), ASSEMBLY=x.is_cuda and x.data_ptr() % 16 == 0 and norm_weight.data_ptr() % 16 == 0,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], BLOCK_N=block_n, BLOCK_K=config.block_k, WORDS=config.words,
-        num_warps=config.num_warps, **options, **launch_options(x.device),
+        num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
 
 

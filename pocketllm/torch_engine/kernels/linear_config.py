@@ -57,7 +57,6 @@ class StreamConfig:
         num_warps: of a program.
         per_multiprocessor: programs of a multiprocessor.
         words: 32-bit words of weights a thread loads at once, 2 or 4.
-        max_registers: of a thread; 0 lets the compiler choose.
     """
 
     block_n: int
@@ -65,7 +64,6 @@ class StreamConfig:
     num_warps: int = 8
     per_multiprocessor: int = 2
     words: int = 4
-    max_registers: int = 0
 
 
 Config = VectorConfig | MatrixConfig | StreamConfig
