@@ -49,7 +49,7 @@ class EngineArgs:
     kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute and on the cpp plane, else a 16-bit type")
     max_batch_size: int | None = _option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
     prefill_chunk_tokens: int | None = _option(
-        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 448 beside answers]", minimum=0
+        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 320 beside answers]", minimum=0
     )
     enable_prefix_caching: bool = _option(True, "reuse the KV of prompts that begin alike")
     kv_cache_memory: int | str | None = _option(
