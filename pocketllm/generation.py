@@ -243,7 +243,7 @@ class GenerationService:
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size
-        if isinstance(prompt, str) and max(ids) < vocab_size:  # the tokenizer's ids are whole numbers
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
             return ids
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
