@@ -32,6 +32,7 @@ _ROWS, _CHUNK = 64, 8192
 _LEAST_CHUNK = 512  # tokens; a chunk that nobody asked for is not made shorter to leave memory to the caches
 _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
+_SEVERAL = 16  # prompts that give attention work for a whole GPU, however short
 _FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})  # of stored tensors that are brought to the compute dtype
 
 
@@ -125,7 +126,7 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         runner = GpuRunner(model, cache, BLOCK_SIZE, plan.max_rows, -(-plan.context_length // BLOCK_SIZE))
         if is_cuda:
             order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
-            _compile_other_steps(runner, plan)
+            _compile_other_steps(runner, plan, captures)
         shapes = _shapes(order, plan.max_rows, chunk) if captures else []
         if shapes:
             _capture(order, runner, shapes)
@@ -252,13 +253,16 @@ def _measure_graphs(order: Order, model: Model, shape: CacheShape, device: torch
     return step_bytes * largest // num_tokens
 
 
-def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
-    """Steps whose kernels a long prompt and captured steps have not compiled: short prompts, alone and beside a row that decodes.
+def _compile_other_steps(runner: GpuRunner, plan: CachePlan, captures: bool) -> None:
+    """Steps whose kernels a long prompt and captured steps have not compiled: short prompts, alone and beside a row that decodes, few and several;
+    answers, where steps are not captured; and every way of drawing.
 
     They leave nothing behind that a row could read: no block is known as a prefix, and a row's state is set when it starts.
     """
     masks = Masks(runner.vocab_size)
-    for lengths in ((2,), (17,), (40,), (100,), (1, 50), (1, 17, 33)):
+    several = min(plan.max_rows, _SEVERAL)
+    answers = [] if captures else [(1,) * rows for rows in (1, 2, 5, 9, 17, 33, 64) if rows <= plan.max_rows]
+    for lengths in ((2,), (17,), (40,), (100,), (1, 50), (1, 17, 33), (2,) * several, (17,) * several, *answers):
         if len(lengths) > plan.max_rows or sum(lengths) > plan.context_length or 8 * len(lengths) > plan.num_blocks:
             continue
         step = []
@@ -270,6 +274,7 @@ def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
         for scheduled in step:
             runner.release(scheduled.row)
     masks.close()
+    runner.compile_sampler()
 
 
 def _free_for_caches(device: torch.device, step_bytes: int) -> int:
