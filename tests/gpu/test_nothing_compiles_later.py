@@ -58,7 +58,13 @@ def test_no_step_compiles_a_kernel(dtype: str, cuda_graphs: bool, device: str, t
     if device == "cpu" or (dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0)):
         pytest.skip(f"no Triton, or no {dtype} units, here")
     write_wide("qwen3_5", tmp_path)
-    options: dict[str, Any] = {"max_batch_size": ROWS, "kv_cache_memory": "1GiB", "prefill_chunk_tokens": CHUNK, "enable_prefix_caching": False, "context_length": 2040}
+    options: dict[str, Any] = {
+        "max_batch_size": ROWS,
+        "kv_cache_memory": "1GiB",
+        "prefill_chunk_tokens": CHUNK,
+        "enable_prefix_caching": False,
+        "context_length": 2040,
+    }
     plane = load(tmp_path, dtype, cuda_graphs=cuda_graphs, **options)
     runner, generator, masks = plane.runner, random.Random(7), Masks(VOCAB_SIZE)
     assert isinstance(runner, GpuRunner)
