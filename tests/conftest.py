@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,15 @@ WriteGGUF = Callable[..., Path]
 # Without a GPU, Triton's kernels are tested in its interpreter, which it asks for by this variable when a kernel is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Where pytest runs several processes, each has one processor: threads of the operators in one would only wait for those of another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """The modules that are loaded by now stay: the garbage collector, which some tests call, need not look through their million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
