@@ -57,6 +57,8 @@ def _fact(row: dict[str, Any]) -> str | None:
         return f"loaded in {row['seconds']:.1f} s"
     if "sample_steps" in row:
         return f"{measure}: {len(row['sample_steps'])} samples of {min(row['sample_steps'])} to {max(row['sample_steps'])} steps"
+    if measure == "compiled after loading":
+        return f"kernels compiled after loading: {', '.join(row['kernels']) or 'none'}"
     if measure == "intervals":
         return f"inter-token p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms"
     if measure == "agreement":
