@@ -192,7 +192,12 @@ class Backend(ABC):
 
     Life: construct (cheap, refuses what the plane can't run), load (slow), submit and cancel from any thread, close.
     The plane runs one engine thread; `on_step` is called on it and must return at once.
+
+    Attributes:
+        on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
     """
+
+    on_death: Callable[[str], None] | None = None
 
     @property
     @abstractmethod

@@ -95,9 +95,11 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         from pocketllm.backends.cpp import CppBackend
 
         return CppBackend(args, checkpoint)
-    if args.tensor_parallel_size > 1:
+    if args.tensor_parallel_size > 1 and checkpoint.architecture not in TORCH_ARCHITECTURES:
         raise UnsupportedFeatureError(
-            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported on the torch plane yet: leave it out.', param="tensor_parallel_size"
+            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported for {checkpoint.architecture}: transformers\' modules compute on one '
+            "device. Leave it out.",
+            param="tensor_parallel_size",
         )
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")

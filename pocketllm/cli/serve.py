@@ -78,6 +78,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs, link: RankLink | No
         with ProgressLine() as line:
             service = GenerationService.open(engine_args, _both(progress, line))
         if link is not None:
+            service.backend.on_death = link.failed
             link.on_lost(service.backend.abandon)
             link.ready()
             link.wait_until_started()
