@@ -149,7 +149,7 @@ def _merged(told: torch.Tensor, count: int) -> list[tuple[int, float]]:
 def _num_candidates(request: EngineRequest, vocab_size: int) -> int:
     if is_greedy(request):
         return 1
-    return min(request.top_k or CANDIDATES, vocab_size)
+    return request.top_k if 0 < request.top_k < vocab_size else min(CANDIDATES, vocab_size)
 
 
 def _may_need_all(request: EngineRequest, vocab_size: int) -> bool:
