@@ -95,8 +95,11 @@ class GenerationService:
             ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
         """
         report = progress or _ignore_progress
-        if args.tensor_parallel_size > 1:
-            Rank.from_environment(args)  # refuses a process that no launcher has started
+        if args.tensor_parallel_size > 1 and (rank := Rank.from_environment(args)).index > 0:
+            raise ConfigurationError(
+                f"rank {rank.index} takes no requests: run this on rank 0, and as the others pocketllm serve with --no-tensor-parallel-supervisor.",
+                param="tensor_parallel_rank",
+            )
         checkpoint, backend = open_backend(args, report)
         tokenizer = load_tokenizer(checkpoint, args.tokenizer)
         chat_template = load_chat_template(checkpoint)

@@ -64,12 +64,11 @@ def given_options(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, An
 
 
 def spell_options(options: Any, leave_out: Collection[str] = ()) -> list[str]:
-    """The flags that give another process the same options; those with their default are left out."""
+    """The flags that give another process the same options, whatever variables are set there; those that are None are left out."""
     flags: list[str] = []
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
-        default = option.default_factory() if option.default_factory is not dataclasses.MISSING else option.default
-        if option.name in leave_out or value == default:
+        if option.name in leave_out or value is None:
             continue
         if isinstance(value, bool):
             flags.append(flag_of(option.name) if value else flag_of("no_" + option.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 DIRECTORY, NCCL_ID, CONTROL_FD = "POCKETLLM_TP_DIR", "POCKETLLM_TP_NCCL_ID", "POCKETLLM_TP_CONTROL_FD"
 _RANKS, _SIZES = ("TP_RANK", "RANK"), ("TP_WORLD", "WORLD_SIZE")
 _MASTER_ADDR, _MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 NAMES = (*_RANKS, *_SIZES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", _MASTER_ADDR, _MASTER_PORT, DIRECTORY, NCCL_ID, CONTROL_FD)
 
 
@@ -97,7 +99,11 @@ def names_a_rank() -> bool:
 def rank_variables(index: int, size: int, directory: Path, master: tuple[str, int | None], control_fd: int) -> dict[str, str | None]:
     """What a supervisor sets in the environment of rank `index`; None takes out what stands there."""
     address, port = master
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    # Ranks of one machine need not be reached from others. What the user has set stays.
+    interface = {_INTERFACE: loopback} if loopback is not None and address in ("127.0.0.1", "localhost") and not env.variables([_INTERFACE]) else {}
     return {
+        **interface,
         "TP_RANK": str(index),
         "RANK": str(index),
         "LOCAL_RANK": str(index),

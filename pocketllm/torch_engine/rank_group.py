@@ -30,15 +30,14 @@ class RankGroup:
     def __init__(self, rank: Rank, device: torch.device) -> None:
         self.rank, self.share = rank, Share(rank.index, rank.size)
         if rank.master is not None:
-            address, port = rank.master
-            store: Any = dist.TCPStore(address, port, rank.size, is_master=rank.index == 0, timeout=_FOR_EVER)  # type: ignore[attr-defined]
+            meeting: dict[str, Any] = {"init_method": f"tcp://{rank.master[0]}:{rank.master[1]}"}  # of torchrun's own store, where it has one
         else:
             assert rank.directory is not None, "Rank.from_environment has seen to that"
-            store = dist.FileStore(str(rank.directory / "store"), rank.size)  # type: ignore[attr-defined]
+            meeting = {"store": dist.FileStore(str(rank.directory / "store"), rank.size)}  # type: ignore[attr-defined]
         if device.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank.index, world_size=rank.size, timeout=_FOR_EVER, device_id=device)
-        else:
-            dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.size, timeout=_FOR_EVER)
+            meeting["device_id"] = device
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank.index, world_size=rank.size, timeout=_FOR_EVER, **meeting)
         self.least(0)  # all are there
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
