@@ -213,12 +213,12 @@ class Engine:
         """End the runner; a death is told to whoever wants to know."""
         if self._is_abandoned:  # the other ranks are ended by who told of the loss
             return
+        if error is not None and self._on_death is not None:
+            self._on_death(self._health.detail)  # before a close that may wait for ranks that don't come
         try:
             runner.close(has_failed=error is not None)
         except Exception:
             logger.exception("The runner could not be closed")
-        if error is not None and self._on_death is not None:
-            self._on_death(self._health.detail)
 
     def _land(self, step: Sequence[ScheduledRow], flight: Flight) -> None:
         """Wait for a step and hand what it gave to constraints, scheduler and listeners. A row with an error ends before the others are resolved."""

@@ -103,11 +103,21 @@ def test_a_line_without_an_end_is_printed_too(parent: Path, capfd: pytest.Captur
     assert "the end\n" in capfd.readouterr().out
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_is_named(parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    then = "if rank.index == 1: print('last words', flush=True); time.sleep(0.2); os.kill(os.getpid(), signal.SIGKILL)"
-    with pytest.raises(TensorParallelSupervisorError, match=r"rank 1 was ended by SIGKILL; it last said: .*last words, while it served\."):
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(index: int, parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    then = f"""
+note = rank.directory / "started"
+if rank.index == 0:
+    note.touch()
+while not note.exists():
+    time.sleep(0.01)
+if rank.index == {index}:
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with pytest.raises(TensorParallelSupervisorError, match=rf"rank {index} was ended by SIGKILL; it last said: .*last words, while it served\."):
         supervisor(parent, program(then=then)).run()
-    assert "[rank 0] lost: rank 1 was ended by SIGKILL" in capfd.readouterr().out
+    assert f"[rank {1 - index}] lost: rank {index} was ended by SIGKILL" in capfd.readouterr().out
     assert children() == []
 
 
