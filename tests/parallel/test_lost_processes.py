@@ -19,7 +19,8 @@ import pytest
 from tests.server_process import ROOT, ServerProcess, gauge, serve, wait_until_ready
 
 MODEL = ROOT / "tests/models/tiny_qwen3_5_trained"
-WITHIN = 10.0  # seconds until everybody knows and everything has ended
+WITHIN = 10.0  # seconds until clients know
+ENDED_WITHIN = 40.0  # seconds until everything has ended: 5 for farewells, and what a busy machine takes
 DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 40}
 ROWS = {"type": "array", "items": DIGITS, "minItems": 40}
 # An answer that goes on for a long time.
@@ -66,12 +67,11 @@ class Group:
     def end(self) -> int:
         """Wait for the end of all; the supervisor's exit code. Checks what is left."""
         began = time.monotonic()
-        code = self.server.end(60)
+        code = self.server.end(ENDED_WITHIN)
         processes = [pid for name, pid in self.pids.items() if name != "supervisor"]
         while any(is_running(pid) for pid in processes) or list(self.parent.iterdir()):
-            assert time.monotonic() - began < WITHIN, [pid for pid in processes if is_running(pid)]
+            assert time.monotonic() - began < ENDED_WITHIN, [pid for pid in processes if is_running(pid)]
             time.sleep(0.02)
-        assert time.monotonic() - began < WITHIN
         assert self.parent.is_dir()
         return code
 
@@ -214,10 +214,10 @@ def test_killed_while_it_serves(ready: tuple[Group, str], who: str) -> None:
     assert "while it served" in group.error()
 
 
-@pytest.mark.parametrize("who", ["rank 0", "rank 1", "supervisor"])
-def test_killed_while_idle(ready: tuple[Group, str], who: str) -> None:
+def test_a_rank_killed_while_idle(ready: tuple[Group, str]) -> None:
+    """Rank 0 and the supervisor likewise in test_supervisor.py, whose ranks start faster."""
     group, url = ready
-    group.send(who, signal.SIGKILL)
+    group.send("rank 1", signal.SIGKILL)
     end = time.monotonic() + WITHIN
     while True:  # whoever comes now is answered at once, with 503 or by a closed port
         try:
@@ -226,7 +226,8 @@ def test_killed_while_idle(ready: tuple[Group, str], who: str) -> None:
             break
         assert answer.status_code in (200, 503), answer.text
         assert time.monotonic() < end
-    assert group.end() == (-signal.SIGKILL if who == "supervisor" else 2)
+    assert group.end() == 2
+    assert "rank 1 was ended by SIGKILL" in group.error()
 
 
 def test_stops_in_good_order_and_serves_what_it_serves_alone(ready: tuple[Group, str]) -> None:
