@@ -15,7 +15,7 @@ from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, Dra
 from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.state_cache import HybridCache
-from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.runner import Draw
@@ -52,6 +52,9 @@ class GpuRunner:
         """The table's line of its slot is written anew for the next row there."""
         self._written.pop(row.slot, None)
 
+    def close(self, *, has_failed: bool) -> None:
+        """Nothing is left to do."""
+
     @torch.inference_mode()
     def compile_sampler(self) -> None:
         """See DeviceSampler.compile. No step may be under way."""
@@ -76,7 +79,7 @@ class GpuRunner:
             on_graph(done)
 
     @torch.inference_mode()
-    def launch(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> GpuFlight:
+    def launch(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy]) -> GpuFlight:
         """See runner.Runner."""
         if copies:
             assert isinstance(self.cache, HybridCache)
