@@ -34,7 +34,7 @@ class DrawnTokens:
     """Ids of one step, on their way to the host.
 
     Args:
-        ids: [num_rows] int64 on the device, for the next step's inputs; 0 where a row has no id.
+        ids: [num_rows] int64 on the device; 0 where a row has no id.
         packed: on the host or on its way there: id, status, and the bits of float64 log probabilities and top ids a row, [num_rows, 3 + 2 * num_top] int64.
         ready: set when `packed` is there; None where it is there already.
         num_top: most likely ids of each row that was ranked.

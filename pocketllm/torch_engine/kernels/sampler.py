@@ -109,13 +109,11 @@ def sample_tokens(
     chunk_ids = torch.empty((2, num_rows, num_chunks), dtype=torch.int32, device=device)  # of the last two
     counts = torch.empty((num_rows, 1 + 256), dtype=torch.int32, device=device)  # length of the list, histogram
     mass = torch.empty(num_rows, dtype=torch.int64, device=device)
-    has_masks = how.masks is not None
     masks = how.masks if how.masks is not None else chunk_ids
     mask_rows = how.mask_rows if how.mask_rows is not None else chunk_ids
     rows = (logits, logits.stride(0), vocab_size, how.temperature, how.top_k, how.top_p, masks, masks.stride(0), mask_rows, chunk, num_chunks)
-    fixed = {"HAS_MASKS": has_masks, **launch_options(device)}
-    # Of the shortest chunks: so a kernel is the same for any number of rows, and compiled once.
-    padded = {"PADDED_CHUNKS": triton.next_power_of_2(triton.cdiv(vocab_size, tile))}
+    fixed = {"HAS_MASKS": how.masks is not None, **launch_options(device)}
+    padded = {"PADDED_CHUNKS": triton.next_power_of_2(triton.cdiv(vocab_size, tile))}  # of the shortest: one kernel serves any number of rows
     grid = (num_chunks, num_rows)
     warps = max(1, min(8, tile // 256))
     _scan[grid](*rows, how.seeds, how.draws, chunk_values, chunk_ids, counts, mass, TILE=tile, num_warps=warps, **fixed)
@@ -234,8 +232,7 @@ def _units(depth):
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _scan(
     logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
-    seeds, draws, chunk_values, chunk_ids, counts, mass,
-    TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
+    seeds, draws, chunk_values, chunk_ids, counts, mass, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     num_rows = tl.num_programs(1)
@@ -279,8 +276,7 @@ def _scan(
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _histogram(
     logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
-    chunk_values, counts, mass,
-    PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
+    chunk_values, counts, mass, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
@@ -474,8 +470,7 @@ def _draw_with_cut(
 @triton.jit(do_not_specialize=_OF_A_STEP)
 def _choose(
     logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
-    seeds, draws, chunk_values, chunk_ids, counts, mass,
-    list_values, list_ids, out, last_ids, slots,
+    seeds, draws, chunk_values, chunk_ids, counts, mass, list_values, list_ids, out, last_ids, slots,
     KEEPS: tl.constexpr, LIST_SIZE: tl.constexpr, HAS_CUTS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
     HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
