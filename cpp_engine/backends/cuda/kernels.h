@@ -89,6 +89,8 @@ void attention_heads(const Context&, const AttentionCall&, int first_token, int 
 void attention_prefill_plain(const Context&, const AttentionCall&, int first_token, const void* queries, DType dtype);
 bool takes_flash(const Context&, const AttentionShape&, const KvCache&);
 void attention_prefill_flash(const Context&, const AttentionCall&, int first_token, const void* queries);  // queries of the cache's dtype
+bool takes_hopper(const Context&, const AttentionCall&);
+void attention_prefill_hopper(const Context&, const AttentionCall&, int first_token, const void* queries);  // the same
 
 // --- Gated DeltaNet ---
 struct DeltaNetCall {

@@ -198,7 +198,9 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
         const DType dtype = is_flash ? cache.dtype : DType::float32;
         void* queries = queries_.take(static_cast<std::size_t>(tokens) * shape.num_heads * shape.head_dim * item_size(dtype));
         attention_heads(context_, call, step.num_decode, tokens, queries, dtype);
-        if (is_flash) {
+        if (is_flash && takes_hopper(context_, call)) {
+            attention_prefill_hopper(context_, call, step.num_decode, queries);
+        } else if (is_flash) {
             attention_prefill_flash(context_, call, step.num_decode, queries);
         } else {
             attention_prefill_plain(context_, call, step.num_decode, queries, dtype);
