@@ -1,4 +1,4 @@
-"""The engine's and the server's options: two frozen dataclasses, from whose fields the CLI flags are generated."""
+"""The options of the engine, the server and the supervisor: frozen dataclasses, from whose fields the CLI flags are generated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineArgs:
     kv_cache_dtype: DType = _option("auto", "type of cached keys and values; auto is float32 under float32 compute and on the cpp plane, else a 16-bit type")
     max_batch_size: int | None = _option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
     prefill_chunk_tokens: int | None = _option(
-        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 448 beside answers]", minimum=0
+        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 320 beside answers]", minimum=0
     )
     enable_prefix_caching: bool = _option(True, "reuse the KV of prompts that begin alike")
     kv_cache_memory: int | str | None = _option(
@@ -127,6 +127,40 @@ class ServerArgs:
             raise ConfigurationError('"api_key" is not valid: send at least one character, all of them printable ASCII and none a space.', param="api_key")
 
 
+@dataclass(frozen=True)
+class SupervisorArgs:
+    """How `pocketllm serve` starts and stops the ranks of a model that several devices share. Every field is a flag of `pocketllm serve`.
+
+    Raises:
+        ConfigurationError: an option is unknown, has the wrong type, or is out of range; `param` names it.
+    """
+
+    tensor_parallel_supervisor: bool = _option(True, "start and watch all ranks on this machine; off where torchrun or another launcher starts them")
+    tensor_parallel_startup_timeout: float = _option(1800.0, "seconds until every rank has to be ready", minimum=0)
+    tensor_parallel_shutdown_timeout: float | None = _option(
+        None, "seconds until ranks that were asked to stop are killed [shutdown_timeout and 15 more]", minimum=0
+    )
+    tensor_parallel_master_addr: str = _option("127.0.0.1", "address at which ranks meet rank 0")
+    tensor_parallel_master_port: int | None = _option(
+        None, "TCP port of rank 0 at which ranks meet [none: they meet in files of the rendezvous directory]", minimum=1
+    )
+    tensor_parallel_rendezvous_dir: str | None = _option(
+        None, "directory in which a private one is made for each run, and removed at its end [the system's temporary directory]"
+    )
+
+    def __new__(cls, *_args: Any, **options: Any) -> SupervisorArgs:
+        _refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+        port = self.tensor_parallel_master_port
+        if port is not None and port > 65535:
+            raise ConfigurationError(
+                f'"tensor_parallel_master_port" = {port} is not valid: send a whole number from 1 to 65535.', param="tensor_parallel_master_port"
+            )
+
+
 def parse_size(value: int | str, name: str) -> int:
     """Bytes of 1073741824, "1GiB", "1.5G" or "512MB" (every unit is a power of 1024).
 
@@ -175,7 +209,7 @@ def _refuse_unknown(cls: type, options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f'"{name}" is not an option of {cls.__name__}.{hint}', param=name)
 
 
-def _validate(args: EngineArgs | ServerArgs) -> None:
+def _validate(args: EngineArgs | ServerArgs | SupervisorArgs) -> None:
     hints = typing.get_type_hints(type(args))
     for option in dataclasses.fields(args):
         value, hint = getattr(args, option.name), hints[option.name]

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pocketllm.backends.base import Capabilities
-from pocketllm.config import EngineArgs, ServerArgs
+from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
 from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def option_table(cls: type[EngineArgs] | type[ServerArgs]) -> str:
+def option_table(cls: type[EngineArgs] | type[ServerArgs] | type[SupervisorArgs]) -> str:
     """Flag, default and meaning of each field of an options class."""
     rows = []
     for option in dataclasses.fields(cls):
@@ -62,6 +62,7 @@ def feature_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine-flags": ("docs/cli.md", lambda: option_table(EngineArgs)),
     "server-flags": ("docs/cli.md", lambda: option_table(ServerArgs)),
+    "supervisor-flags": ("docs/cli.md", lambda: option_table(SupervisorArgs)),
     "features": ("docs/request-fields.md", feature_table),
     "chat-fields": ("docs/request-fields.md", lambda: field_table("chat")),
     "chat-refusals": ("docs/request-fields.md", lambda: refusal_table("chat")),

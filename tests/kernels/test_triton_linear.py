@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 from pocketllm.torch_engine.kernels import linear as kernels
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight, dequantize_fp8, dequantize_fp8_reference
 from pocketllm.torch_engine.kernels.launch import DeviceLimits
-from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_gated_linear, norm_linear
+from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_gated_linear, norm_linear, norm_linear_with_tail
 from pocketllm.torch_engine.kernels.linear_config import (
     MAX_ROWS,
     MAX_SPLIT_BLOCKS,
@@ -96,6 +96,29 @@ def test_norm_linear(kind: torch.dtype | str, rows: int, config: Config | None, 
     bias = torch.randn(50, device=triton_device)
     found = norm_linear(hidden, norm_weight, 1e-5, weight, bias, dtype, config=config)
     check(found, kernels.norm_linear_reference(hidden, norm_weight, 1e-5, weight, bias, dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "config"),
+    [
+        *((kind, 3, StreamConfig(4, 256, 1, 5)) for kind in (torch.float32, torch.float16, torch.bfloat16)),
+        (torch.bfloat16, 300, StreamConfig(4, 256, 1)),
+        (torch.bfloat16, 9, StreamConfig(4, 64, 1)),
+        (torch.float32, 9, VECTOR),
+    ],
+    ids=str,
+)
+def test_norm_linear_with_rows_of_another_kind_below(kind: torch.dtype, rows: int, config: Config, triton_device: str) -> None:
+    """Fewer rows below than programs, which one kernel takes, and more."""
+    weight, tail = build("fp8", 52, 144, triton_device), build(kind, rows, 144, triton_device)
+    assert isinstance(tail, DenseWeight)
+    hidden, norm_weight = 3 * torch.randn(1, 144, device=triton_device), torch.rand(144, device=triton_device) + 0.5
+    out = torch.full((1, 52 + rows), torch.nan, device=triton_device)
+    found = norm_linear_with_tail(hidden, norm_weight, 1e-5, weight, tail, out, config=config)
+    assert found is out
+    wanted = [kernels.norm_linear_reference(hidden, norm_weight, 1e-5, part, None, torch.float32) for part in (weight, tail)]
+    check(out[:, :52], wanted[0], torch.float32)
+    check(out[:, 52:], wanted[1], torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def _finish(sums, up_sums, bias, out, places, used, row_pointers, tokens, BIAS: 
     tl.store(pointers, sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _matrix_kernel(
     x, weight, scales, bias, out, partial, tickets, T, N, x_stride, weight_stride, scale_stride, out_stride,
     K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -301,11 +301,15 @@ def _one_row(
     )  # fmt: skip
 
 
+def _num_programs(device: torch.device, rows: int, config: StreamConfig, block_n: int) -> int:
+    return min(-(-rows // block_n), device_limits(device).num_multiprocessors * config.per_multiprocessor)
+
+
 def _one_row_streamed(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor, config: StreamConfig, add: bool,
-    norm: tuple[torch.Tensor, float] | None, activation: int,
+    norm: tuple[torch.Tensor, float] | None, activation: int, tail: DenseWeight | None = None,
 ) -> None:  # fmt: skip
-    """`_one_row` by programs that stay."""
+    """`_one_row` by programs that stay. What a `tail` that _takes_tail allows gives is written behind the N columns of `out`."""
     values, block_n = weight.values, config.block_n
     K, N = x.shape[1], values.shape[0] // (2 if activation else 1)
     words = values.view(torch.int32)
@@ -316,12 +320,13 @@ def _one_row_streamed(
         block_n = min(block_n, _largest_power_of_two(block[0]), _largest_power_of_two(N) if activation else block_n)
     else:
         stored = {torch.float32: STORED_FLOAT32, torch.float16: STORED_FLOAT16, torch.bfloat16: STORED_BFLOAT16}[values.dtype]
-    blocks = triton.cdiv(N, block_n)
-    programs = min(blocks, device_limits(x.device).num_multiprocessors * config.per_multiprocessor)
+    programs = _num_programs(x.device, N, config, block_n)
     row_stream_kernel[(programs,)](
-        x, norm_weight, words, scales, values if bias is None else bias, out, N, blocks, programs, scales.stride(0), eps,
+        x, norm_weight, words, scales, values if bias is None else bias, words if tail is None else tail.values, out, N, triton.cdiv(N, block_n), programs,
+        0 if tail is None else tail.shape[0], scales.stride(0), eps,
         K=K, STRIDE=words.stride(0), FULL=N % block_n == 0, NORM=norm is not None, BIAS=bias is not None, ADD=add, ACTIVATION=activation,
-        STORED=stored, MODE=decode_mode(x.device), ASSEMBLY=x.is_cuda and x.data_ptr() % 16 == 0 and norm_weight.data_ptr() % 16 == 0,
+        STORED=stored, HAS_TAIL=tail is not None, MODE=decode_mode(x.device),
+        ASSEMBLY=x.is_cuda and x.data_ptr() % 16 == 0 and norm_weight.data_ptr() % 16 == 0,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], BLOCK_N=block_n, BLOCK_K=config.block_k, WORDS=config.words,
         num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
@@ -359,16 +364,27 @@ def _compute_dtype(weight: Weight, out_dtype: torch.dtype) -> torch.dtype:
     return weight.values.dtype if isinstance(weight, DenseWeight) else out_dtype
 
 
+def _chosen(x: torch.Tensor, weight: Weight, *, gated: bool) -> Config:
+    T, K = x.shape
+    rows = 1 if T == 1 and _in_words(weight) else max(T, 2)
+    return choose_config(rows, weight.shape[0] // (2 if gated else 1), K, weight.values.itemsize, gated, device_limits(x.device))
+
+
+def _takes_tail(config: Config, weight: Weight, tail: DenseWeight) -> bool:
+    """Whether a product of one row with `weight` takes `tail` along."""
+    if not isinstance(config, StreamConfig) or not isinstance(weight, Fp8Weight) or config.block_k < weight.shape[1]:
+        return False
+    block_n, values = min(config.block_n, _largest_power_of_two(weight.block[0])), tail.values
+    return tail.shape[0] <= _num_programs(values.device, weight.shape[0], config, block_n) and values.is_contiguous() and values.data_ptr() % 16 == 0
+
+
 def _few_rows(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor, *, config: Config | None, add: bool = False,
     norm: tuple[torch.Tensor, float] | None = None, activation: int = 0,
 ) -> None:  # fmt: skip
     """Write the product of x [T, K], 1 <= T <= 64, to `out` [T, N], of its norm where one is given."""
-    T, K = x.shape
-    if config is None:
-        N = weight.shape[0] // (2 if activation else 1)
-        rows = 1 if T == 1 and _in_words(weight) else max(T, 2)
-        config = choose_config(rows, N, K, weight.values.itemsize, bool(activation), device_limits(x.device))
+    T = x.shape[0]
+    config = config or _chosen(x, weight, gated=bool(activation))
     if isinstance(config, VectorConfig):
         if T != 1:
             raise ValueError(f"A VectorConfig multiplies one row, not {T}.")
@@ -487,6 +503,29 @@ def norm_linear(
     out = torch.empty(T, weight.shape[0], dtype=dtype, device=hidden.device) if out is None else out
     if T:
         _few_rows(hidden, weight, bias, out, config=config, norm=(norm_weight, eps))
+    return out
+
+
+def norm_linear_with_tail(
+    hidden: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, tail: DenseWeight, out: torch.Tensor, *, config: Config | None = None
+) -> torch.Tensor:  # fmt: skip
+    """`norm_linear` of one row and two matrices, a few rows of another kind below those of `weight`; on a device that it suits they are one kernel.
+
+    Args:
+        hidden: [1, K] float32, contiguous.
+        norm_weight, eps, weight, config: as in `norm_linear`.
+        tail: [M, K].
+        out: [1, N + M], contiguous, written.
+
+    Returns:
+        `out`.
+    """
+    N, config = weight.shape[0], config or _chosen(hidden, weight, gated=False)
+    if isinstance(config, StreamConfig) and _takes_tail(config, weight, tail):
+        _one_row_streamed(hidden, weight, None, out[:, :N], config, add=False, norm=(norm_weight, eps), activation=0, tail=tail)
+    else:
+        norm_linear(hidden, norm_weight, eps, weight, out=out[:, :N], config=config)
+        norm_linear(hidden, norm_weight, eps, tail, out=out[:, N:])
     return out
 
 

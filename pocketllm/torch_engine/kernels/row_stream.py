@@ -161,15 +161,17 @@ def _finish_block(
 
 @triton.jit
 def row_stream_kernel(
-    x, norm_weight, weight, scales, bias, out, N, num_blocks, programs, scale_stride, eps,
+    x, norm_weight, weight, scales, bias, tail, out, N, num_blocks, programs, num_tail, scale_stride, eps,
     K: tl.constexpr, STRIDE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
-    STORED: tl.constexpr, MODE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    STORED: tl.constexpr, HAS_TAIL: tl.constexpr, MODE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] times every `programs`-th block of BLOCK_N weight rows, and of the up rows N further down where there is an activation.
 
     `weight` and its STRIDE count 32-bit words, of which a thread loads WORDS at once. num_blocks = ceil(N / BLOCK_N); FULL: BLOCK_N divides N. E4M3: rows
     of a block share their scales, so BLOCK_N divides BLOCK_ROWS, and N where there is an activation. ASSEMBLY needs x and norm_weight at multiples of 16 bytes.
+    HAS_TAIL: `num_tail` rows of another dtype are multiplied too, one a program, their results behind the others'. It takes E4M3 and
+    BLOCK_K >= K.
     """
     IN_WORD: tl.constexpr = 4 if STORED == _E4M3 else (1 if STORED == 0 else 2)
     CHUNKS: tl.constexpr = BLOCK_K // (IN_WORD * WORDS)
@@ -190,6 +192,11 @@ def row_stream_kernel(
         weight, scales, 1, count, program, programs, N, places, offsets, rows, blocks, scale_stride,
         K, STRIDE, FULL, ACTIVATION, STORED, IN_WORD, STEPS, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_N, BLOCK_K, WORDS,
     )  # fmt: skip
+    # The last programs have a row of the tail as well: where the blocks can't be shared evenly, they are those that have one less.
+    tail_row = programs - 1 - program
+    if HAS_TAIL:
+        tail_values = tail + tl.minimum(tail_row, num_tail - 1) * K
+        t0, t1, t2, t3 = load_fours(tail_values.to(tl.int64) if ASSEMBLY else tail_values, places, K, EVEN, tail.dtype.element_ty, ASSEMBLY)
     wait_for_inputs(PDL)
 
     scale = tl.full([], 256.0 if STORED == _E4M3 and MODE == 1 else 1.0, tl.float32)
@@ -204,6 +211,10 @@ def row_stream_kernel(
     norm_base = norm_weight.to(tl.int64) if ASSEMBLY and IN_WORD > 1 else norm_weight
     x0, x1, x2, x3 = _load_normed(x_base, norm_base, places, K, EVEN, x.dtype.element_ty, IN_WORD, NORM, ASSEMBLY)
 
+    if HAS_TAIL:  # noqa: SIM102 - a compile-time condition; without a tail there is nothing to compare
+        if tail_row < num_tail:
+            result = tl.sum(t0 * x0 + t1 * x1 + t2 * x2 + t3 * x3, axis=0) * (scale / 256.0 if MODE == 1 else scale)  # what E4M3 lacks
+            tl.store(out + N + tail_row, result.to(out.dtype.element_ty))
     sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     up_sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     for item in range(0, count, 2):

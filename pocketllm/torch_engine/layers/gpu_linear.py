@@ -10,7 +10,7 @@ import torch
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_linear
 from pocketllm.torch_engine.kernels.gguf_weight import GgufWeight
-from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_linear
+from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_linear, norm_linear_with_tail
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.device import Norm
 from pocketllm.torch_engine.weights import StoredMatrix, StoredTensor
@@ -86,6 +86,7 @@ class GpuLinear:
         dtype: of x and y.
 
     Attributes:
+        num_rows: of W.
         single: the only piece, where there is one without blocks and without a bias, else None.
     """
 
@@ -98,6 +99,7 @@ class GpuLinear:
         is_plain = not any(isinstance(part, GgufWeight) for part in parts)
         self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight) else None
         self._folds_norm = is_plain
+        self.num_rows = self._ends[-1]
         self.num_bytes = sum(part.num_bytes for part in parts) + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -118,6 +120,10 @@ class GpuLinear:
         if not (hidden.shape[0] == 1 and self._folds_norm):
             return self(rms_norm(hidden, norm.weight, norm.eps, self.dtype), out_dtype)
         out = torch.empty(1, self._ends[-1], dtype=out_dtype or self.dtype, device=hidden.device)
+        if len(self._parts) == 2 and self._bias is None:  # such as DeltaNet's projection in FP8, but for the rows of beta and decay
+            first, second = self._parts
+            if isinstance(first, Fp8Weight) and isinstance(second, DenseWeight):
+                return norm_linear_with_tail(hidden, norm.weight, norm.eps, first, second, out)
         for part, bias, start, end in zip(self._parts, self._biases, self._ends, self._ends[1:], strict=False):
             assert not isinstance(part, GgufWeight)
             norm_linear(hidden, norm.weight, norm.eps, part, bias, out=out[:, start:end])
