@@ -66,6 +66,7 @@ private:
     std::int64_t max_vocab_size_ = 0;
     std::byte* pinned_ = nullptr;                           // of `sample`: inputs, masks and outputs
     std::size_t pinned_bytes_ = 0;
+    std::int64_t both_bytes_ = 0;                           // of gates and ups at a time
     bool after_mixer_ = false;                              // the last operator left the memory idle
     MatrixLoader loader_;
     std::unique_ptr<WideProduct> wide_;

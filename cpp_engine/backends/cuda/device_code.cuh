@@ -41,8 +41,8 @@ void launch(const Context& context, void (*kernel)(Parameters...), dim3 grid, in
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
     config.numAttrs = context.starts_early ? 1 : 0;
-    // A no-op after the first time; below 48 KiB nothing has to be allowed.
-    if (shared > 48 * 1024) call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "a kernel's shared memory");
+    // A no-op after the first time; up to 48 KiB, the kernel's own variables included, nothing has to be allowed.
+    if (shared > 40 * 1024) call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "a kernel's shared memory");
     call(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "a launch");
 }
 

@@ -1,6 +1,6 @@
 // What steps and operators of the Qwen3.5 shapes cost on this GPU, beside the limit that reading the weights sets.
 //
-//   pocket_cuda_bench 9b [--float8] [--layers N] [--prefill]
+//   pocket_cuda_bench 9b [--float8] [--layers N] [--prefill] [--only-prefill]
 //
 // Times are medians of recorded graphs, so the host has no share in them; the weights of all layers pass between two uses of one, so no cache holds them.
 #include <algorithm>
@@ -119,11 +119,12 @@ void draws(Device& device, int batch, int vocab_size) {
 
 int run(int count, char** arguments) {
     std::string name = "9b";
-    bool is_float8 = false, with_prefill = false;
+    bool is_float8 = false, with_prefill = false, with_decode = true;
     int layers = 0;
     for (int index = 1; index < count; ++index) {
         if (!std::strcmp(arguments[index], "--float8")) is_float8 = true;
         else if (!std::strcmp(arguments[index], "--prefill")) with_prefill = true;
+        else if (!std::strcmp(arguments[index], "--only-prefill")) with_prefill = true, with_decode = false;
         else if (!std::strcmp(arguments[index], "--layers") && index + 1 < count) layers = std::stoi(arguments[++index]);
         else name = arguments[index];
     }
@@ -144,12 +145,14 @@ int run(int count, char** arguments) {
     const double load = seconds_of(*device, [&] { model = std::make_unique<SyntheticModel>(*device, shape, is_float8, layers, batch, context, tokens); });
     std::printf("loaded in %.1f s, %.3f GB of weights a token, limit %.1f tok/s at batch 1\n", load, static_cast<double>(model->bytes_per_token()) * 1e-9,
                 rate / static_cast<double>(model->bytes_per_token()));
-    decode(*device, *model, shape, 1, 2048, rate, num_layers);
-    parts(*device, *model, 1, 2048, rate);
-    for (const int rows : {8, 32}) decode(*device, *model, shape, rows, 512, rate, num_layers);
-    parts(*device, *model, 8, 512, rate);
-    decode(*device, *model, shape, 1, 8192, rate, num_layers);
-    decode(*device, *model, shape, 32, 8192, rate, num_layers);
+    if (with_decode) {
+        decode(*device, *model, shape, 1, 2048, rate, num_layers);
+        parts(*device, *model, 1, 2048, rate);
+        for (const int rows : {8, 32}) decode(*device, *model, shape, rows, 512, rate, num_layers);
+        parts(*device, *model, 8, 512, rate);
+        decode(*device, *model, shape, 1, 8192, rate, num_layers);
+        decode(*device, *model, shape, 32, 8192, rate, num_layers);
+    }
     draws(*device, 1, shape.vocab_size());
     draws(*device, 32, shape.vocab_size());
     if (with_prefill) {
