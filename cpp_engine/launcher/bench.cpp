@@ -235,7 +235,7 @@ int bench(const Words& words) {
         throw Error(ErrorKind::configuration, "A batch of " + std::to_string(most_rows) + " rows does not fit: at most " + std::to_string(engine.capabilities().max_slots) + " do. Raise --kv-cache-memory, or lower --batch-sizes.", "batch-sizes");
     }
     // Before and after, since other programs may read too: the larger is nearer to what the memory can do.
-    const auto measure_bandwidth = [&] { return read_bandwidth(std::size_t{1} << 30, engine.config().num_threads, std::max(5, repeats)); };
+    const auto measure_bandwidth = [&] { return device_bandwidth(engine.config().device, engine.config().num_threads, std::max(5, repeats)); };
     double bandwidth = measure_bandwidth();
     std::vector<Measure> measures;
     {

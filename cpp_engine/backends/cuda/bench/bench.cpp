@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "backends/cuda/bench/read_rate.h"
 #include "backends/cuda/bench/synthetic_model.h"
 #include "backends/cuda/make_device.h"
+#include "backends/cuda/read_rate.h"
 
 namespace {
 
@@ -131,14 +131,8 @@ int run(int count, char** arguments) {
     const int num_layers = layers > 0 ? layers : shape.num_layers;
     const std::unique_ptr<Device> device = cuda::make_device(0);
     std::printf("%s, shape %s, %s weights, %d layers\n", device->info().description.c_str(), name.c_str(), is_float8 ? "float8_e4m3" : pocket::name(device->info().activation_dtype), num_layers);
-    double rate = 0;
-    {
-        const std::size_t bytes = std::size_t{4} << 30;
-        const auto buffer = device->allocate(bytes);
-        device->synchronize();
-        rate = cuda::read_rate(buffer->data(), bytes, buffer->data());
-        std::printf("read rate %.3f TB/s\n", rate * 1e-12);
-    }
+    const double rate = cuda::read_rate(0, std::size_t{4} << 30);
+    std::printf("read rate %.3f TB/s\n", rate * 1e-12);
     const int context = 8192, batch = 32, tokens = with_prefill ? 8192 : 64;
     std::unique_ptr<SyntheticModel> model;
     const double load = seconds_of(*device, [&] { model = std::make_unique<SyntheticModel>(*device, shape, is_float8, layers, batch, context, tokens); });
