@@ -32,7 +32,7 @@ target_compile_options(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c+
 target_include_directories(pocket_engine SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_compile_definitions(pocket_engine PUBLIC POCKET_CUDA)
 target_link_libraries(pocket_engine PUBLIC CUDA::cudart ${POCKET_CUBLASLT})
-add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp)
+add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp launcher/json_writer.cpp)
 target_compile_options(pocket_cuda_bench PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>")
 target_include_directories(pocket_cuda_bench SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_link_libraries(pocket_cuda_bench PRIVATE pocket_engine)
