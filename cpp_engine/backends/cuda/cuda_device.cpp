@@ -68,6 +68,7 @@ CudaDevice::CudaDevice(int ordinal)
     context_.capability = 10 * properties.major + properties.minor;
     context_.shared_memory = static_cast<int>(properties.sharedMemPerBlockOptin);
     set_schedule(kHopper);
+    both_bytes_ = std::max<std::int64_t>(64 << 20, static_cast<std::int64_t>(properties.totalGlobalMem / 224));
     description_ = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) + " multiprocessors, compute capability " +
                    std::to_string(properties.major) + "." + std::to_string(properties.minor);
     if (context_.capability < 75)

@@ -58,6 +58,8 @@ private:
     void use() const;                                       // the calling thread's CUDA device is this one
     void segment_product(const Tensor& x, const Norm* norm, const Segment& segment, std::int64_t columns, Epilogue epilogue, const Tensor& out);
     void wide_product(const Tensor& x, const Segment& segment, const Tensor& out, bool adds);
+    void start_step();
+    void watch(FewProduct& product);                        // tells it and the next one how far the one before is
     int* tickets(std::size_t count);                        // zeros, which every kernel leaves as zeros
     Tensor prepare(const Tensor& x, const Norm* norm, DType to, DType round_first, float** row_scales);
 
@@ -71,10 +73,8 @@ private:
     std::size_t pinned_bytes_ = 0;
     std::byte* sent_ = nullptr;                             // pinned, what uploads take their small pieces from, one behind the other
     std::size_t sent_bytes_ = 0;                            // of it in use
+    std::int64_t both_bytes_ = 0;                           // of gates and ups at a time
     bool after_mixer_ = false;                              // the last operator left the memory idle
-    void watch(FewProduct& product);
-    void start_step();
-
     int* progress_ = nullptr;                               // of a step's products in their order, zeroed where it starts
     int num_products_ = 0;
     const int* watched_ = nullptr;                          // of the last kernel, where that was a product of few rows

@@ -60,6 +60,14 @@ void convert_values(const Context&, const void* from, DType from_dtype, void* to
 // Values of a float8_e4m3 segment's rows [first, first + rows) as bfloat16 or float16, [rows, columns] contiguous.
 void expand_float8(const Context&, const Segment&, std::int64_t columns, std::int64_t first, std::int64_t rows, void* out, DType to);
 
+// --- rows_wide.cu: the same for many rows, where they are aligned ---
+// out [rows, columns] contiguous, rounded to `to`, 16-bit; or to bfloat16 and then to float8_e4m3, with a scale for each 128 columns of a row, which columns are a
+// multiple of: scales [columns / 128, rows].
+bool takes_prepare_wide(const Tensor& x, const Norm* norm, DType to);
+void prepare_wide(const Context&, const Tensor& x, const Norm* norm, void* out, DType to, float* scales);
+bool takes_swiglu_wide(const Tensor& both, const Tensor& out);
+void combine_swiglu_wide(const Context&, const Tensor& both, const Tensor& out);
+
 // --- product_few.cu: 1 to 64 rows through tensor cores, each weight read once ---
 struct FewProduct {
     const void* x = nullptr;                                // one row: float32 or 16-bit, x_dtype; more: prepared rows [rows, columns]
@@ -99,6 +107,8 @@ void attention_heads(const Context&, const AttentionCall&, int first_token, int 
 void attention_prefill_plain(const Context&, const AttentionCall&, int first_token, const void* queries, DType dtype);
 bool takes_flash(const Context&, const AttentionShape&, const KvCache&);
 void attention_prefill_flash(const Context&, const AttentionCall&, int first_token, const void* queries);  // queries of the cache's dtype
+bool takes_hopper(const Context&, const AttentionCall&);
+void attention_prefill_hopper(const Context&, const AttentionCall&, int first_token, const void* queries);  // the same
 
 // --- Gated DeltaNet ---
 struct DeltaNetCall {
@@ -113,6 +123,11 @@ bool takes_delta_decode(const DeltaNetShape&);
 void delta_decode(const Context&, const DeltaNetCall&, int num_rows, bool reads_early, int* tickets);
 // Rows [first_row, num_rows), tokens from `first_token` on. mixed [tokens, conv_dim] and read [tokens, value_size] float32.
 void delta_prefill(const Context&, const DeltaNetCall&, int first_row, int first_token, float* mixed, float* read);
+void delta_tails(const Context&, const DeltaNetCall&, int first_row);                                   // the past inputs as the next step finds them
+// The same rows on tensor cores, with bfloat16 operands; scratch of delta_chunks_bytes, aligned to 128 bytes.
+bool takes_delta_chunks(const Context&, const DeltaNetCall&);
+std::size_t delta_chunks_bytes(const DeltaNetShape&, int tokens, int rows);
+void delta_chunks(const Context&, const DeltaNetCall&, int first_row, int first_token, void* scratch);
 
 // --- draws ---
 struct DrawInputs {                                         // device memory, [num_samples] each
@@ -126,7 +141,12 @@ struct DrawInputs {                                         // device memory, [n
     const std::uint32_t* masks;                             // [.., mask_stride]
     int mask_stride = 0;
 };
+struct DrawNeeds {                                          // whether some row ...
+    bool draws = false;
+    bool cuts = false;                                      // draws with a top_p below 1
+    bool ranks = false;                                     // asks for alternatives
+};
 std::size_t draw_scratch_bytes(int max_samples, std::int64_t vocab_size);                               // zeroed once by the owner
-void draw(const Context&, const Tensor& logits, const DrawInputs&, bool has_choices, void* scratch, int max_samples, SampleOutput* outputs);
+void draw(const Context&, const Tensor& logits, const DrawInputs&, const DrawNeeds&, void* scratch, int max_samples, SampleOutput* outputs);
 
 }  // namespace pocket::cuda

@@ -12,8 +12,9 @@ namespace {
 
 constexpr int kMostProducts = 1024;                         // of a step, that are told how far the one before is
 constexpr int kFewRows = 64;                                // up to here a product waits for its weights
+constexpr int kFloat8Rows = 256;                            // from here on x becomes float8_e4m3 beside weights that are
+constexpr int kChunkedTokens = 16;                          // of a row, from which on DeltaNet goes by chunks
 constexpr std::size_t kExpandedBytes = 64 << 20;            // of a float8 matrix at a time
-constexpr std::int64_t kBothBytes = 128 << 20;              // of gates and ups at a time
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorKind::unsupported, message); }
 
@@ -77,7 +78,11 @@ Tensor CudaDevice::prepare(const Tensor& x, const Norm* norm, DType to, DType ro
     void* prepared = prepared_.take(scales_at + sizeof(float) * static_cast<std::size_t>(x.rows));
     if (row_scales) *row_scales = reinterpret_cast<float*>(static_cast<std::byte*>(prepared) + scales_at);
     watched_ = nullptr;
-    prepare_rows(context_, x, norm, prepared, to, round_first, row_scales ? *row_scales : nullptr);
+    if (x.rows > kFewRows && !row_scales && to == round_first && to != DType::float32 && takes_prepare_wide(x, norm, to)) {
+        prepare_wide(context_, x, norm, prepared, to, nullptr);
+    } else {
+        prepare_rows(context_, x, norm, prepared, to, round_first, row_scales ? *row_scales : nullptr);
+    }
     return {prepared, to, x.rows, x.columns, x.columns};
 }
 
@@ -135,6 +140,17 @@ void CudaDevice::segment_product(const Tensor& x, const Norm* norm, const Segmen
     const bool adds = epilogue == Epilogue::add;
     const bool is_wide = x.rows > 8 && (is_float8 || segment.dtype == DType::float16 || (segment.dtype == DType::bfloat16 && has_bfloat16)) && columns % 8 == 0 &&
                          is_aligned(segment.values) && out.stride * static_cast<std::int64_t>(item_size(out.dtype)) % 16 == 0 && is_aligned(out.data);
+    // Many rows go through Hopper's float8 tensor cores, a scale for each 128 values of a row; up to three rows are left over for the kernels of few.
+    const std::int64_t whole = x.rows / 4 * 4;
+    if (is_wide && is_float8 && x.rows >= kFloat8Rows && WideProduct::takes_float8(context_, segment, whole, columns) && takes_prepare_wide(x, norm, DType::float8_e4m3) && out.dtype != DType::float16) {
+        const std::size_t values_bytes = static_cast<std::size_t>(whole * columns);
+        auto* values = static_cast<std::byte*>(prepared_.take(values_bytes + sizeof(float) * static_cast<std::size_t>(whole * (columns / 128))));
+        auto* scales = reinterpret_cast<float*>(values + values_bytes);
+        prepare_wide(context_, rows_of(x, 0, whole), norm, values, DType::float8_e4m3, scales);
+        wide_->run(context_, {values, scales, whole, columns}, segment, rows_of(out, 0, whole), adds, workspace_.take(WideProduct::kWorkspaceBytes));
+        if (whole < x.rows) segment_product(rows_of(x, whole, x.rows - whole), norm, segment, columns, epilogue, rows_of(out, whole, x.rows - whole));
+        return;
+    }
     if (is_wide) {
         const DType kind = is_float8 ? (has_bfloat16 ? DType::bfloat16 : DType::float16) : segment.dtype;
         wide_product(prepare(x, norm, kind, kind, nullptr), segment, out, adds);
@@ -169,7 +185,7 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
         return;
     }
     // Gates and ups first, a few rows at a time, in out's type: what is rounded there once more is as exact as what becomes of it.
-    const std::int64_t most = std::max<std::int64_t>(1, kBothBytes / static_cast<std::int64_t>(item_size(out.dtype)) / weight.rows());
+    const std::int64_t most = std::max<std::int64_t>(1, both_bytes_ / static_cast<std::int64_t>(item_size(out.dtype)) / weight.rows());
     const std::int64_t pieces = (x.rows + most - 1) / most, piece = (x.rows + pieces - 1) / pieces;  // equal ones: a small rest would read all weights again
     for (std::int64_t row = 0; row < x.rows; row += piece) {
         const std::int64_t rows = std::min(piece, x.rows - row);
@@ -178,7 +194,11 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
         Tensor results = rows_of(out, row, rows);
         results.columns = half;
         watched_ = nullptr;
-        combine_swiglu(context_, both, results);
+        if (takes_swiglu_wide(both, results)) {
+            combine_swiglu_wide(context_, both, results);
+        } else {
+            combine_swiglu(context_, both, results);
+        }
     }
     after_mixer_ = false, after_product_ = true;
 }
@@ -203,7 +223,9 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
         const DType dtype = is_flash ? cache.dtype : DType::float32;
         void* queries = queries_.take(static_cast<std::size_t>(tokens) * shape.num_heads * shape.head_dim * item_size(dtype));
         attention_heads(context_, call, step.num_decode, tokens, queries, dtype);
-        if (is_flash) {
+        if (is_flash && takes_hopper(context_, call)) {
+            attention_prefill_hopper(context_, call, step.num_decode, queries);
+        } else if (is_flash) {
             attention_prefill_flash(context_, call, step.num_decode, queries);
         } else {
             attention_prefill_plain(context_, call, step.num_decode, queries, dtype);
@@ -223,7 +245,9 @@ void CudaDevice::delta_net(const Step& step, const DeltaNetShape& shape, const D
     const int num_decode = is_fast ? step.num_decode : 0;
     if (num_decode > 0) delta_decode(context_, call, num_decode, after_product_, tickets(static_cast<std::size_t>(num_decode) * shape.num_key_heads));
     const int tokens = step.num_tokens - num_decode;
-    if (tokens > 0) {
+    if (tokens > 0 && step.max_query >= kChunkedTokens && takes_delta_chunks(context_, call)) {
+        delta_chunks(context_, call, num_decode, num_decode, mixed_.take(delta_chunks_bytes(shape, tokens, step.num_rows - num_decode)));
+    } else if (tokens > 0) {
         auto* mixed = static_cast<float*>(mixed_.take(sizeof(float) * static_cast<std::size_t>(tokens * shape.conv_dim())));
         auto* read = static_cast<float*>(read_.take(sizeof(float) * static_cast<std::size_t>(tokens * shape.value_size())));
         delta_prefill(context_, call, num_decode, num_decode, mixed, read);
@@ -253,12 +277,13 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
     auto* top_ps = temperatures + rows;
     auto* top_ks = reinterpret_cast<std::int32_t*>(top_ps + rows);
     std::int32_t *draws = top_ks + rows, *num_logprobs = draws + rows, *mask_rows = num_logprobs + rows;
-    bool has_choices = false;                               // whether a row draws, or ranks alternatives
+    DrawNeeds needs;
     std::int32_t line = 0;
     for (std::size_t row = 0; row < rows; ++row) {
         seeds[row] = inputs.seeds[row], temperatures[row] = inputs.temperatures[row], top_ps[row] = inputs.top_ps[row], top_ks[row] = inputs.top_ks[row];
         draws[row] = inputs.draws[row], num_logprobs[row] = inputs.num_logprobs[row], mask_rows[row] = -1;
-        has_choices = has_choices || temperatures[row] > 0 || num_logprobs[row] > 0;
+        const bool draws = temperatures[row] > 0 && top_ks[row] != 1;
+        needs.draws = needs.draws || draws, needs.cuts = needs.cuts || (draws && top_ps[row] < 1), needs.ranks = needs.ranks || num_logprobs[row] > 0;
         const std::uint32_t* mask = inputs.masks.empty() ? nullptr : inputs.masks[row];
         if (!mask) continue;
         std::memcpy(pinned_ + masks_at + static_cast<std::size_t>(line) * mask_words * sizeof(std::uint32_t), mask, mask_words * sizeof(std::uint32_t));
@@ -281,7 +306,7 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
         call(cudaMemsetAsync(draws_.take(bytes), 0, bytes, context_.stream), "a draw");
     }
     auto* results = reinterpret_cast<SampleOutput*>(device + outputs_at);
-    draw(context_, logits, how, has_choices, draws_.take(draw_scratch_bytes(max_samples_, max_vocab_size_)), max_samples_, results);
+    draw(context_, logits, how, needs, draws_.take(draw_scratch_bytes(max_samples_, max_vocab_size_)), max_samples_, results);
     call(cudaMemcpyAsync(pinned_ + outputs_at, results, rows * sizeof(SampleOutput), cudaMemcpyDeviceToHost, context_.stream), "a draw");
     synchronize();
     std::memcpy(outputs.data(), pinned_ + outputs_at, rows * sizeof(SampleOutput));
