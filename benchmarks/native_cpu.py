@@ -23,12 +23,13 @@ from llm_measures import MeasuredLLM
 from random_gguf import write_random_gguf
 
 from arguments import positive
-from hardware import ROOT, describe_code, describe_hardware, physical_cores, slug
 from limits import measure_limits, token_costs
 from peers import LlamaCpp, PeerError, Workload
 from pocketllm import PocketLLMError
+from pocketllm.bench.hardware import describe_code, describe_hardware, physical_cores, slug
 from random_checkpoint import SHAPES, random_model
 from transformers_peer import TransformersPeer
+from tree import ROOT
 
 _PREFILL, _CONTEXT, _STEPS, _BATCH = 512, 128, 32, 8  # tokens, but for the last: rows
 _MEASURES = {

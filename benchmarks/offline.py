@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from arguments import json_object, positive
-from hardware import ROOT, describe_code, describe_hardware, peak_rss, physical_cores, slug
 from limits import measure_limits, token_costs
 from peers import LlamaCpp, PeerError, Workload
 from pocketllm import LLM, EngineArgs, PocketLLMError, SamplingParams
+from pocketllm.bench.hardware import describe_code, describe_hardware, peak_rss, physical_cores, slug
 from pocketllm.hub import resolve_model
+from tree import ROOT
 
 _DRAWS = 6
 _MEASURES = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardware import peak_rss
+from pocketllm.bench.hardware import peak_rss
 
 
 class PeerError(Exception):

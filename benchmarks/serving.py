@@ -14,16 +14,16 @@ import shlex
 import statistics
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from arguments import positive
-from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
+from pocketllm.bench.hardware import describe_code, describe_hardware, package_version, slug
 from serving_process import ServingProcess
+from tree import ROOT
 
 _LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 320, 320), Load(64, 500, 500), Load(64, 1000, 1000))
 _SIDES = ("pocketllm", "bare")
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
         "benchmark": "serving",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
-        "code": describe_code() | {name: _version(name) for name in _PACKAGES},
+        "code": describe_code() | {name: package_version(name) for name in _PACKAGES},
         "hardware": describe_hardware(),
         "load_average": {"before": load_before, "after": psutil.getloadavg()},
         "settings": {"rounds": options.rounds, "seconds": options.seconds, "warm_up": options.warm_up, "server_core": server_core, "client_core": client_core},
@@ -164,13 +164,6 @@ def _line(sample: dict[str, Any]) -> str:
 
 def _range(side: dict[str, float], digits: int) -> str:
     return f"{side['median']:,.{digits}f} ({side['min']:,.{digits}f} to {side['max']:,.{digits}f})"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from arguments import json_object, positive
-from hardware import ROOT, describe_code, describe_gpu, describe_hardware
 from http_streams import HttpStreams, Stream
 from load_generator import LoadError
+from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from serving_process import ServingProcess
+from tree import ROOT
 
 
 class Report:

@@ -22,7 +22,8 @@ from typing import Any
 
 from arguments import json_object, positive
 from cuda_table import table
-from hardware import ROOT, describe_code, describe_gpu, describe_hardware, gpu_slug
+from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
+from tree import ROOT
 
 SECTIONS = ("checkpoints", "limits", "ours-bf16", "ours-fp8", "peer", "long", "profile-bf16", "profile-fp8")
 

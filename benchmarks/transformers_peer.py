@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from pocketllm.bench.hardware import package_version
 
 _STEPS = 20
 
@@ -38,7 +39,7 @@ class TransformersPeer:
     def facts(self) -> dict[str, Any]:
         """Versions of what computes; None where a package is not installed, and plain torch stands in for it."""
         names = ("transformers", "flash-linear-attention", "fla-core", "causal-conv1d", "flash-attn")
-        return {"attention": self._model.config._attn_implementation, **{name: _version(name) for name in names}}
+        return {"attention": self._model.config._attn_implementation, **{name: package_version(name) for name in names}}
 
     @torch.inference_mode()
     def prefill(self, batch: int, tokens: int, samples: int) -> list[float]:
@@ -93,10 +94,3 @@ class TransformersPeer:
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
