@@ -105,12 +105,14 @@ def _weights(options: argparse.Namespace) -> list[str]:
 
 
 def _limits(options: argparse.Namespace, rows: Rows) -> None:
-    from cuda_limits import ceilings, measure_cuda_limits, token_costs
+    from cuda_limits import ceilings, measure_cuda_limits
+    from pocketllm.bench.limits import token_costs
+    from pocketllm.checkpoint import open_checkpoint
 
     limits = measure_cuda_limits(options.device)
     rows.add("limits", "device", **limits)
     for weights in _weights(options):
-        costs = token_costs(_directory(options, weights))
+        costs = token_costs(open_checkpoint(_directory(options, weights)))
         rows.add("limits", weights, **costs, **ceilings(limits, costs))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -55,21 +56,88 @@ class ServeBenchArgs:
             raise ConfigurationError(f'"timeout" = {self.timeout} is not valid: send seconds above 0.', param="timeout")
 
 
-def command_line(name: str, *args: Any) -> str:
+@dataclass(frozen=True)
+class LatencyBenchArgs:
+    """One request at a time, on an engine in this machine. Raises as ServeBenchArgs does."""
+
+    input_tokens: str = option("128,512", "tokens of the prompt; several with commas", metavar="TOKENS")
+    output_tokens: int = option(64, "tokens that are decoded after it", minimum=2)
+    repeats: int = option(5, "samples of each", minimum=1)
+    warmup: int = option(1, "samples before, which are not counted", minimum=0)
+    threads: int | None = option(None, "threads on a CPU [physical cores]", minimum=1)
+    seed: int = option(0, "of the prompts", minimum=0)
+    output: str | None = option(None, "write the report as JSON", metavar="FILE")
+    plot: str | None = option(None, "write a picture as PNG; needs matplotlib", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        validate_options(self)
+        whole_numbers(self.input_tokens, "input_tokens")
+
+
+@dataclass(frozen=True)
+class ThroughputBenchArgs:
+    """Batches of requests, on an engine in this machine. Raises as ServeBenchArgs does."""
+
+    batch_sizes: str = option("1,2,4,8", "requests at once; several with commas", metavar="SIZES")
+    input_tokens: int = option(128, "tokens of each prompt", minimum=1)
+    output_tokens: int = option(64, "tokens of each answer", minimum=8)
+    repeats: int = option(3, "samples of each batch size", minimum=1)
+    warmup: int = option(1, "samples before, which are not counted", minimum=0)
+    threads: int | None = option(None, "threads on a CPU [physical cores]", minimum=1)
+    seed: int = option(0, "of the prompts", minimum=0)
+    output: str | None = option(None, "write the report as JSON", metavar="FILE")
+    plot: str | None = option(None, "write a picture as PNG; needs matplotlib", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        validate_options(self)
+        whole_numbers(self.batch_sizes, "batch_sizes")
+
+
+@dataclass(frozen=True)
+class CompareBenchArgs:
+    """PocketLLM beside its peers, on the same checkpoint. Raises as ServeBenchArgs does."""
+
+    input_tokens: int = option(512, "tokens of the prompt of prefill", minimum=1)
+    output_tokens: int = option(64, "tokens of decode", minimum=2)
+    context: int = option(16, "tokens of the prompt before decode", minimum=1)
+    batch: int = option(4, "requests of a batch; 1 leaves the batch out", minimum=1)
+    rounds: int = option(3, "alternating rounds", minimum=1)
+    threads: int | None = option(None, "threads of each side on a CPU [physical cores]", minimum=1)
+    seed: int = option(0, "of the prompts", minimum=0)
+    output: str | None = option(None, "write the report as JSON", metavar="FILE")
+    plot: str | None = option(None, "write a picture as PNG; needs matplotlib", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        validate_options(self)
+
+
+def whole_numbers(text: str, name: str) -> list[int]:
+    """The positive whole numbers that `text` lists, with commas.
+
+    Raises:
+        ConfigurationError: it lists none; `param` is `name`.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", part) for part in parts):
+        raise ConfigurationError(f'"{name}" = {text!r} is not valid: send positive whole numbers with commas between them, such as 1,8,64.', param=name)
+    return [int(part) for part in parts]
+
+
+def command_line(name: str, *args: Any, more: Sequence[str] = ()) -> str:
     """The command that `args` came from: what differs from the defaults, without this machine's folders and without a key."""
     words = ["pocketllm", "bench", name]
     for one in args:
         plain = type(one)()
         for knob in fields(one):
             value = getattr(one, knob.name)
-            if value == getattr(plain, knob.name) or knob.name in ("api_key", "output", "plot"):
+            if value is None or value == getattr(plain, knob.name) or knob.name in ("api_key", "output", "plot"):
                 continue
             flag = knob.name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 words += [f"--{flag}", _plain_text(value)]
-    return shlex.join(words)
+    return shlex.join([*words, *map(_plain_text, more)])
 
 
 def _plain_text(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,7 +81,7 @@ def first_model(url: str, api_key: str | None) -> str:
         # Directly, as the load itself goes.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_PATIENCE) as response:
             return str(json.load(response)["data"][0]["id"])
-    except (OSError, urllib.error.URLError, ValueError, LookupError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:  # URLError is an OSError
         reason = getattr(error, "reason", None) or error
         raise BackendUnavailableError(
             f"{address} did not name a model ({reason}): start the server, check --url and --api-key, or name the model with --served-model-name."

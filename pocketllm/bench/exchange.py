@@ -79,6 +79,8 @@ def read_answer(exchange: Exchange) -> Answer | str:
             return "an error event in the stream"
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
+            if not isinstance(choice, dict):
+                return "a choice that is no JSON object"
             finish_reason = choice.get("finish_reason") or finish_reason
             if size := _size(choice.get("delta") or choice):
                 times.append(arrival)
@@ -137,8 +139,8 @@ def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
 
 def _size(delta: dict[str, Any]) -> int:
     """Characters that a delta brings, those of tool calls included."""
-    size = sum(len(delta.get(name) or "") for name in _TEXT_FIELDS)
+    texts = [delta.get(name) for name in _TEXT_FIELDS]
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
-        size += len(function.get("name") or "") + len(function.get("arguments") or "")
-    return size
+        texts += [function.get("name"), function.get("arguments")]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from pocketllm.bench.endpoint import Endpoint
 from pocketllm.bench.exchange import Exchange
@@ -14,6 +15,7 @@ from pocketllm.bench.stream_client import StreamClient
 from pocketllm.bench.workload import Arrivals, Ask
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 @dataclass
@@ -76,6 +78,16 @@ async def run_load(
             gc.enable()
         client.close()
     return exchanges, watch
+
+
+def run_client(main: Coroutine[Any, Any, T]) -> T:
+    """Run a load to its end, on uvloop where it is installed, which halves what the client costs."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 async def _from_clients(

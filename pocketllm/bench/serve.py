@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from pocketllm.bench.args import ServeBenchArgs, command_line
 from pocketllm.bench.endpoint import Endpoint, first_model
-from pocketllm.bench.load import run_load
+from pocketllm.bench.load import run_client, run_load
 from pocketllm.bench.load_report import notes, point_report
 from pocketllm.bench.report import new_report, table
 from pocketllm.bench.workload import Arrivals, draw_asks, parse_arrivals, parse_goodput
 from pocketllm.errors import BackendUnavailableError
 
-T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what runs, how much of it is done, how much there is
 
 
@@ -68,18 +66,8 @@ def _point(
         on_done(done)
 
     load = run_load(endpoint, asks, arrivals, seed=args.seed * 1000 + number + 1, timeout=args.timeout, on_end=count_one)
-    exchanges, watch = _run(load)
+    exchanges, watch = run_client(load)
     return point_report(exchanges, watch, goodput)
-
-
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where it is installed, which halves what the client costs."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
 
 
 def _digits(found: dict[str, float] | None, share: str) -> str:

@@ -33,12 +33,12 @@ class Ask:
     """One request of a load.
 
     Args:
-        prompt: text of about `prompt_tokens` tokens; the server's own count is in what comes back.
+        prompt: text of about `prompt_tokens` tokens, whose own count is in what comes back; or for completions token ids.
         prompt_tokens: tokens that were aimed at.
         max_tokens: budget of the answer.
     """
 
-    prompt: str
+    prompt: str | list[int]
     prompt_tokens: int
     max_tokens: int
 

@@ -7,11 +7,9 @@ import contextlib
 import json
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 import uvicorn
 
 from pocketllm.bench.endpoint import Endpoint
-from pocketllm.bench.exchange import Exchange
+from pocketllm.bench.exchange import Answer, Exchange, read_answer
 from pocketllm.bench.load import ClientWatch, run_load
 from pocketllm.bench.load_report import notes, point_report
 from pocketllm.bench.workload import Arrivals, Ask, draw_asks, parse_goodput
@@ -29,8 +27,6 @@ from pocketllm.config import ServerArgs
 from pocketllm.server.app import create_app
 from tests.bench.virtual_clock import ScheduledBackend, VirtualTimeLoop, run_in_virtual_time
 from tests.fake_serving import LETTERS, make_service
-
-FAKE_SERVER = Path(__file__).resolve().parents[1] / "server" / "fake_server.py"
 
 
 class _Server(uvicorn.Server):
@@ -162,27 +158,16 @@ def test_a_client_without_a_core_says_so() -> None:
     assert "95% of its core" in notes(report)[0]
 
 
-@pytest.fixture(scope="module")
-def fake_url() -> Iterator[str]:
-    """A server over the fake backend, in a process of its own."""
-    options = {"server": {"port": 0}, "fake": {"tokens_per_second": 200.0, "alphabet": LETTERS, "context_length": 4096}}
-    process = subprocess.Popen([sys.executable, str(FAKE_SERVER), json.dumps(options)], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        yield next(line for line in process.stderr if "is ready at" in line).split("is ready at ")[1].split()[0]
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 @pytest.mark.parametrize("api", ["chat", "completions"])
-def test_the_command_in_real_time(api: str, fake_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_in_real_time(
+    api: str, fake_url: str, read_report: Callable[[Path], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output, plot = tmp_path / "load.json", tmp_path / "load.png"
     command = ["bench", "serve", "--url", f"{fake_url}/v1", "--api", api, "--concurrency", "1,3", "--request-rate", "inf", "--requests", "4"]
     began = time.perf_counter()
     assert main([*command, "--input-tokens", "5", "--output-tokens", "20", "--output", str(output), "--plot", str(plot)]) == 0
     seconds = time.perf_counter() - began
-    report = json.loads(output.read_text())
+    report = read_report(output)
     assert [(point["load"], point["completed"], point["errors"]) for point in report["points"]] == [
         ("all at once", 4, {}),
         ("1 client", 4, {}),
@@ -198,16 +183,16 @@ def test_the_command_in_real_time(api: str, fake_url: str, tmp_path: Path, capsy
     assert plot.read_bytes()[16:24] == struct.pack(">II", 800, 500)  # of PNG's header: width and height
 
 
-def test_refusals_are_errors_by_kind(fake_url: str, tmp_path: Path) -> None:
+def test_refusals_are_errors_by_kind(fake_url: str, read_report: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     output = tmp_path / "load.json"
     options = ["--warmup", "0", "--requests", "3", "--concurrency", "3", "--output", str(output)]
     assert main(["bench", "serve", "--url", fake_url, "--output-tokens", "9999", *options]) == 0
-    (point,) = json.loads(output.read_text())["points"]
+    (point,) = read_report(output)["points"]
     assert (point["completed"], point["errors"], point["ttft_ms"]) == (0, {"HTTP 400": 3}, None)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models did not name a model"),
         (["--url", "ftp://here"], "\"url\" = 'ftp://here' is not a URL"),
@@ -218,8 +203,50 @@ def test_refusals_are_errors_by_kind(fake_url: str, tmp_path: Path) -> None:
         (["--served-model-name", "x", "--url", "http://127.0.0.1:9"], "No request to http://127.0.0.1:9 came to its end (ConnectionRefusedError)"),
     ],
 )
-def test_what_can_not_be_measured_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_measured_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *options]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
+
+
+def body(*chunks: Any, end: bytes = b"data: [DONE]\n\n") -> Exchange:
+    """An exchange that brought `chunks`, one a second, each in two parts."""
+    parts = []
+    for number, chunk in enumerate(chunks):
+        data = chunk if isinstance(chunk, bytes) else b"data: " + json.dumps(chunk).encode() + b"\r\n\r\n"
+        parts += [(number + 0.5, data[:7]), (number + 1.0, data[7:])]
+    return Exchange(0.0, 0.0, 200, [*parts, (float(len(chunks)), end)])
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": more.pop("finish_reason", None)}], **more}
+
+
+def test_tokens_of_a_chunk_follow_its_characters() -> None:
+    usage = {"choices": [], "usage": {"completion_tokens": 10, "prompt_tokens": 3}}
+    answer = read_answer(body(said("ab"), said("abcdefghijkl"), b": a comment\n\n", said("ab"), said("", finish_reason="stop"), usage))
+    assert isinstance(answer, Answer)
+    assert answer.events == (1.0, 2.0, 4.0)  # of their last bytes
+    assert answer.tokens == (1, 7, 1)  # the tenth is the step that ended it
+    assert (answer.prompt_tokens, answer.completion_tokens, answer.finish_reason) == (3, 10, "stop")
+    uncounted = read_answer(body(said("ab"), said("abcdefghijkl", finish_reason="length")))
+    assert isinstance(uncounted, Answer)
+    assert (uncounted.tokens, uncounted.is_counted) == ((1, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "reason"),
+    [
+        (Exchange(0.0, status=503), "HTTP 503"),
+        (Exchange(0.0, failure="timed out"), "timed out"),
+        (body(said("a"), end=b""), "the stream broke off"),
+        (body({"error": {"message": "gone"}}), "an error event in the stream"),
+        (body(b"data: {\n\n"), "an event that is no JSON"),
+        (body([1]), "an event that is no JSON object"),
+        (body({"choices": [1]}), "a choice that is no JSON object"),
+        (body(said("", finish_reason="stop")), "no text"),
+    ],
+)
+def test_what_is_no_answer_says_why(exchange: Exchange, reason: str) -> None:
+    assert read_answer(exchange) == reason
