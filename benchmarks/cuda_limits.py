@@ -1,4 +1,4 @@
-"""What a GPU allows: how fast its memory is read and copied, how fast matrices multiply; and what a token costs of each."""
+"""What a GPU allows: how fast its memory is read and copied, how fast matrices multiply."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
-
-from pocketllm.checkpoint import open_checkpoint
 
 _READ_BYTES = 4 * 2**30
 _SIZE = 8192
@@ -47,24 +44,6 @@ def measure_cuda_limits(device: str) -> dict[str, float]:
         "bf16_sustained_flops_per_s": 2 * side**3 * count / sustained,
         "bf16_sustained_s": sustained,
     }
-
-
-def token_costs(directory: Path) -> dict[str, float]:
-    """What one token needs of the weights in `directory`, as the files store them.
-
-    `bytes_per_token` is what a decode step at batch 1 must read: every tensor, but not the embedding table unless it is the output head too.
-    `prefill_flops_per_token` is two operations a weight of the layers' matrices; the head runs once a prompt. Attention's own cost, which grows with the
-    context, and states are left out of both.
-    """
-    checkpoint = open_checkpoint(directory)
-    tied = checkpoint.config["tie_word_embeddings"]
-    read, weights = 0, 0
-    for tensor in checkpoint.tensors:
-        if tied or "embed_tokens" not in tensor.name:
-            read += tensor.num_bytes
-        if ".layers." in tensor.name and len(tensor.shape) == 2 and not tensor.name.endswith("_scale_inv"):
-            weights += tensor.shape[0] * tensor.shape[1]
-    return {"bytes_per_token": float(read), "prefill_flops_per_token": 2.0 * weights}
 
 
 def ceilings(limits: Mapping[str, float], costs: Mapping[str, float]) -> dict[str, float]:

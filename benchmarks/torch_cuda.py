@@ -23,7 +23,8 @@ from typing import Any
 from arguments import json_object, positive
 from compiled_kernels import CompiledKernels
 from cuda_table import table
-from hardware import ROOT, describe_code, describe_gpu, describe_hardware, gpu_slug
+from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
+from tree import ROOT
 
 SECTIONS = ("checkpoints", "limits", "ours-bf16", "ours-fp8", "peer", "long", "profile-bf16", "profile-fp8")
 
@@ -105,12 +106,14 @@ def _weights(options: argparse.Namespace) -> list[str]:
 
 
 def _limits(options: argparse.Namespace, rows: Rows) -> None:
-    from cuda_limits import ceilings, measure_cuda_limits, token_costs
+    from cuda_limits import ceilings, measure_cuda_limits
+    from pocketllm.bench.limits import token_costs
+    from pocketllm.checkpoint import open_checkpoint
 
     limits = measure_cuda_limits(options.device)
     rows.add("limits", "device", **limits)
     for weights in _weights(options):
-        costs = token_costs(_directory(options, weights))
+        costs = token_costs(open_checkpoint(_directory(options, weights)))
         rows.add("limits", weights, **costs, **ceilings(limits, costs))
 
 
