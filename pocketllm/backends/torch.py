@@ -18,6 +18,7 @@ from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 
 if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
+    from pocketllm.torch_engine.layers.expert_cache import ExpertCache
     from pocketllm.torch_engine.runner import Runner
     from pocketllm.torch_engine.scheduler import Scheduler
 
@@ -40,6 +41,7 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
+        self._experts: ExpertCache | None = None
         self._options = _Options.read(args)
         self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
@@ -88,6 +90,7 @@ class TorchBackend(Backend):
             prefix_caching=args.enable_prefix_caching,
             details=dict(plane.details),
         )
+        self._experts = plane.experts
         return plane.scheduler, plane.runner
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
@@ -105,7 +108,10 @@ class TorchBackend(Backend):
         return self._engine.health()
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.stats()
+        stats = EngineStats() if self._engine is None else self._engine.stats()
+        if (experts := self._experts) is None:
+            return stats
+        return replace(stats, expert_lookups=experts.lookups, expert_hits=experts.hits, expert_bytes=experts.num_bytes)
 
     def close(self) -> None:
         self._closed = True

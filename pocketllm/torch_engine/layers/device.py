@@ -15,7 +15,9 @@ import torch
 from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
+from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
 
@@ -133,15 +135,20 @@ class Layers(Protocol):
     Attributes:
         compute_dtype: of the products, as the device describes it.
         native_kernels: whether the native CPU kernels are in use, or why not, in a few words for people.
+        activations: dtype of what flows between two parts of a layer.
     """
 
     compute_dtype: torch.dtype
     native_kernels: str
+    activations: torch.dtype
 
     def norm(self, stored: StoredTensor, eps: float, offset: float = 0.0) -> Norm:
         """The norm whose weights are the stored ones plus `offset`."""
 
     def embedding(self, table: StoredTensor) -> Embedding: ...
+
+    def linear(self, matrix: StoredMatrix) -> Linear:
+        """The product alone, from and to the activations' dtype."""
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
@@ -166,10 +173,12 @@ class Device(Protocol):
     Attributes:
         device: of the weights and caches.
         dtype: compute dtype, as the device describes it; None leaves the choice to the model.
+        expert_cache: builds routed experts when they are chosen; None builds all of them when the model is loaded.
     """
 
     device: torch.device
     dtype: torch.dtype | None
+    expert_cache: ExpertCache | None
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> Layers:
         """The builder for a model; its matrices may decide how the device computes, where the model's kind lets it choose."""

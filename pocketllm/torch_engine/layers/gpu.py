@@ -19,6 +19,7 @@ from pocketllm.torch_engine.kernels.moe import mixture_of_experts
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.layers.feed_forward import MixtureOfExperts
 from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
@@ -36,10 +37,12 @@ class GpuDevice:
         device: of the weights and caches.
         dtype: of weights, products and what flows between layers; the residual stream, sums and logits are float32. Quantized weights stay as
             they are stored.
+        expert_cache: of routed experts, or None for all of them.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, expert_cache: ExpertCache | None = None) -> None:
         self.device = device
+        self.expert_cache = expert_cache
         self.dtype: torch.dtype | None = dtype
         self._dtype = dtype
 
@@ -51,7 +54,7 @@ class GpuLayers:
     """See device.Layers and GpuDevice."""
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
-        self._device, self.compute_dtype = device, compute_dtype
+        self._device, self.compute_dtype, self.activations = device, compute_dtype, compute_dtype
         self.native_kernels = "made for the CPU"
         self._weights = GpuWeights(device, compute_dtype)
 
@@ -60,6 +63,9 @@ class GpuLayers:
 
     def embedding(self, table: StoredTensor) -> GpuEmbedding:
         return GpuEmbedding(self._weights, table)
+
+    def linear(self, matrix: StoredMatrix) -> GpuLinear:
+        return self._weights.linear(matrix)
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_linear
@@ -13,9 +14,36 @@ from pocketllm.torch_engine.kernels.gguf_weight import GgufWeight
 from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_linear
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.device import Norm
-from pocketllm.torch_engine.weights import StoredMatrix, StoredTensor
+from pocketllm.torch_engine.quant.fp4 import dequantize_fp4, unpack_mxfp4
+from pocketllm.torch_engine.weights import FP4_TYPE, StoredMatrix, StoredTensor
 
-Part = Weight | GgufWeight
+
+class Fp4Weight:
+    """A matrix of FP4 values on a GPU, brought to the dtype of the product each time; see quant/fp4.py.
+
+    Args:
+        values: int8 [rows, columns / 2].
+        scales: float8_e8m0fnu [rows, columns / 32].
+    """
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        self.values, self.scales = values, scales
+        self.shape = (values.shape[0], 2 * values.shape[1])
+        self.num_bytes = values.nbytes + scales.nbytes
+
+    @classmethod
+    def stack(cls, values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> Fp4Weight:
+        """Matrices below one another."""
+        return cls(torch.cat(list(values)), torch.cat([one.view(torch.uint8) for one in scales]).view(torch.float8_e8m0fnu))
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        dequantize_fp4(self.values, self.scales, out)
+        return out
+
+
+Part = Weight | GgufWeight | Fp4Weight
 
 
 class GpuWeights:
@@ -54,6 +82,9 @@ class GpuWeights:
         if len(tensors) == 1 and first.name in self._shared:
             shared = self._shared[first.name]
             return DenseWeight(shared) if isinstance(shared, torch.Tensor) else shared
+        if first.type == "MXFP4":
+            packed = [unpack_mxfp4(tensor.blocks) for tensor in tensors if tensor.blocks is not None]
+            return Fp4Weight.stack([values.to(self.device) for values, _ in packed], [scales.to(self.device) for _, scales in packed])
         if first.blocks is not None:
             return GgufWeight.pack(tensors, self.device)
         if first.scales is None:
@@ -63,7 +94,10 @@ class GpuWeights:
             assert tensor.values is not None
             assert tensor.scales is not None
             values.append(tensor.values.to(self.device))
-            scales.append(tensor.scales.values.float().to(self.device))
+            kept = tensor.scales.values
+            scales.append((kept if first.type == FP4_TYPE else kept.float()).to(self.device))
+        if first.type == FP4_TYPE:
+            return Fp4Weight.stack(values, scales)
         return Fp8Weight(torch.cat(values), torch.cat(scales), first.scales.block)
 
 
@@ -73,6 +107,8 @@ def _kind(tensor: StoredTensor) -> tuple[object, ...]:
         return ("blocks", tensor.type)
     if tensor.scales is None:
         return ("dense",)
+    if tensor.type == FP4_TYPE:
+        return (FP4_TYPE,)
     is_whole = tensor.shape[0] % tensor.scales.block[0] == 0
     return ("fp8", tensor.scales.block) if is_whole else ("fp8", tensor.scales.block, tensor.name)
 
@@ -95,8 +131,8 @@ class GpuLinear:
         for part in parts:
             self._ends.append(self._ends[-1] + part.shape[0])
         self._biases = [None if bias is None else bias[start:end] for start, end in zip(self._ends, self._ends[1:], strict=False)]
-        is_plain = not any(isinstance(part, GgufWeight) for part in parts)
-        self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight) else None
+        is_plain = not any(isinstance(part, GgufWeight | Fp4Weight) for part in parts)
+        self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight | Fp4Weight) else None
         self._folds_norm = is_plain
         self.num_bytes = sum(part.num_bytes for part in parts) + (0 if bias is None else bias.nbytes)
 
@@ -109,6 +145,10 @@ class GpuLinear:
             own = out[:, start:end]
             if isinstance(part, GgufWeight):
                 gguf_linear(x, part, bias=bias, out=own)
+            elif isinstance(part, Fp4Weight):
+                own.copy_(F.linear(x, part.to(x.dtype)))
+                if bias is not None:
+                    own += bias
             else:
                 linear(x, part, bias, out=own)
         return out
@@ -119,13 +159,13 @@ class GpuLinear:
             return self(rms_norm(hidden, norm.weight, norm.eps, self.dtype), out_dtype)
         out = torch.empty(1, self._ends[-1], dtype=out_dtype or self.dtype, device=hidden.device)
         for part, bias, start, end in zip(self._parts, self._biases, self._ends, self._ends[1:], strict=False):
-            assert not isinstance(part, GgufWeight)
+            assert not isinstance(part, GgufWeight | Fp4Weight)
             norm_linear(hidden, norm.weight, norm.eps, part, bias, out=out[:, start:end])
         return out
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product with x [num_tokens, in] to hidden [num_tokens, out] float32."""
-        if len(self._parts) > 1:
+        if len(self._parts) > 1 or isinstance(self._parts[0], Fp4Weight):
             hidden += self(x)
         elif isinstance(self._parts[0], GgufWeight):
             gguf_linear(x, self._parts[0], bias=self._bias, out=hidden, add=True)

@@ -101,7 +101,7 @@ def take_experts(weights: Weights, prefix: str, experts: Experts, hidden: int, a
             gate_up = [weights.take(f"{prefix}experts.{name}.weight", (count, size, hidden)) for name in ("gate_proj", "up_proj")]
             down = weights.take(f"{prefix}experts.down_proj.weight", (count, hidden, size))
         parts = [
-            StoredFeedForward(StoredMatrix([_part(tensor, place) for tensor in gate_up], []), StoredMatrix([_part(down, place)], []), activation)
+            StoredFeedForward(StoredMatrix([tensor.part(place) for tensor in gate_up], []), StoredMatrix([down.part(place)], []), activation)
             for place in range(count)
         ]
     return StoredExperts(router, parts, experts.top_k, experts.normalize)
@@ -110,12 +110,6 @@ def take_experts(weights: Weights, prefix: str, experts: Experts, hidden: int, a
 def _take_matrix(weights: Weights, prefix: str, shapes: dict[str, tuple[int, int]], *, has_bias: bool) -> StoredMatrix:
     biases = [weights.take(f"{prefix}{name}.bias", (out,)) for name, (out, _) in shapes.items()] if has_bias else []
     return StoredMatrix([weights.take(f"{prefix}{name}.weight", shape) for name, shape in shapes.items()], biases)
-
-
-def _part(tensor: StoredTensor, place: int) -> StoredTensor:
-    """One of the matrices that a tensor of three dimensions stacks."""
-    blocks = None if tensor.blocks is None else tensor.blocks[place]
-    return StoredTensor(f"{tensor.name}[{place}]", tensor.type, tensor.shape[1:], blocks, None if tensor.values is None else tensor.values[place])
 
 
 def _half_split_order(num_rows: int, head_dim: int) -> torch.Tensor:
