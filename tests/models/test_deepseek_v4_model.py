@@ -59,18 +59,17 @@ def test_64_greedy_ids_of_transformers(checkpoint: tuple[Path, Any], expected: d
     assert greedy(checkpoint[1], prompt_of(37), ANSWER) == expected[37]
 
 
-@pytest.mark.parametrize("chunk", [5, 16])
-def test_chunked_prefill(chunk: int, checkpoint: tuple[Path, Any], model: DeepseekV4, expected: dict[int, list[int]]) -> None:
-    plane = Plane(model, chunk=chunk, caching=chunk == 5)
+def test_chunked_prefill(checkpoint: tuple[Path, Any], model: DeepseekV4, expected: dict[int, list[int]]) -> None:
+    plane = Plane(model, chunk=5)
     plane.add("a", prompt_of(131), 16)
     plane.run()
     assert plane.answers["a"] == expected[131][:16]
     assert_logits(plane, "a", checkpoint[1], prompt_of(131))
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 6])
+@pytest.mark.parametrize("block_size", [16, 6])
 def test_a_ragged_batch(block_size: int, model: DeepseekV4, expected: dict[int, list[int]]) -> None:
-    """Blocks of as many tokens as an entry stands for, of more, and of a number that none divides."""
+    """Blocks of more tokens than an entry stands for, and of a number that none divides; the other tests have blocks of as many."""
     plane = Plane(model, num_blocks=160, block_size=block_size, chunk=48)
     for length in LENGTHS:
         plane.add(str(length), prompt_of(length), 16)
@@ -88,9 +87,8 @@ def test_rows_that_join_and_leave(model: DeepseekV4, expected: dict[int, list[in
     assert plane.answers == {str(length): expected[length][: 5 + length % 7] for length in LENGTHS}
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_preemption(caching: bool, model: DeepseekV4, expected: dict[int, list[int]]) -> None:
-    plane = Plane(model, num_blocks=52, chunk=16, caching=caching)
+def test_preemption(model: DeepseekV4, expected: dict[int, list[int]]) -> None:
+    plane = Plane(model, num_blocks=52, chunk=16)
     for length in LENGTHS:
         plane.add(str(length), prompt_of(length), 16)
     plane.run()
@@ -98,9 +96,9 @@ def test_preemption(caching: bool, model: DeepseekV4, expected: dict[int, list[i
     assert plane.answers == {str(length): expected[length][:16] for length in LENGTHS}
 
 
-@pytest.mark.parametrize("length", [3, 17])
-def test_conversations_reuse_what_they_may(length: int, model: DeepseekV4) -> None:
+def test_conversations_reuse_what_they_may(model: DeepseekV4) -> None:
     warm = Plane(model, num_blocks=400, snapshots=100)
+    length = 17
     first = prompt_of(length, 1)
     answer, _ = Plane(model).ask(first, 6)
     turns = [first, first, first + answer + prompt_of(9, 2), first + answer[:4] + prompt_of(6, 3), first[: length // 2] + prompt_of(21, 4)]
@@ -110,13 +108,12 @@ def test_conversations_reuse_what_they_may(length: int, model: DeepseekV4) -> No
         got, cached = warm.ask(prompt, 6)
         assert got == cold
         hits += cached > 0
-    assert hits >= (2 if length > 4 else 1)
+    assert hits >= 3
 
 
-@pytest.mark.parametrize(("snapshots", "num_blocks"), [(0, 400), (3, 30)])
-def test_few_snapshots_and_few_blocks(snapshots: int, num_blocks: int, model: DeepseekV4) -> None:
+def test_few_snapshots_and_few_blocks(model: DeepseekV4) -> None:
     """What is evicted is computed again; ids never change."""
-    warm, chooser = Plane(model, num_blocks=num_blocks, snapshots=snapshots, chunk=16), random.Random(snapshots)
+    warm, chooser = Plane(model, num_blocks=30, snapshots=3, chunk=16), random.Random(3)
     history, hits = prompt_of(20, 6), 0
     for turn in range(5):
         prompt = history[: chooser.randrange(1, len(history) + 1)] + prompt_of(chooser.randrange(1, 9), turn)
@@ -125,7 +122,7 @@ def test_few_snapshots_and_few_blocks(snapshots: int, num_blocks: int, model: De
         assert got == cold
         hits += cached > 0
         history = (prompt + got)[:70]
-    assert (hits > 0) == (snapshots > 0)
+    assert hits > 0
 
 
 def test_a_row_cancelled_in_the_middle(model: DeepseekV4, expected: dict[int, list[int]]) -> None:

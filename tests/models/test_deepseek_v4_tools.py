@@ -58,13 +58,13 @@ async def chat(client: httpx.AsyncClient, messages: list[dict[str, Any]], **fiel
     return choice
 
 
-async def round_trip(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The choice with a call, and the one after its result."""
+async def round_trip(client: httpx.AsyncClient, max_tokens: int = 8, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The choice with a call, and the one after its result, of at most `max_tokens`."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
-    first = await chat(client, messages, **fields)
+    first = await chat(client, messages, max_tokens=600, **fields)
     (call,) = first["message"]["tool_calls"]
     messages += [first["message"], {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
-    return first, await chat(client, messages, max_tokens=fields.get("max_tokens", 600))
+    return first, await chat(client, messages, max_tokens=max_tokens)
 
 
 def test_with_scripted_text() -> None:
@@ -99,7 +99,7 @@ def test_with_a_real_model(tmp_path: Path) -> None:
     args = EngineArgs(model=str(tmp_path), backend="torch", device="cpu", dtype="float32", backend_options={"num_threads": 1})
     first, second = conversation(
         lambda progress: GenerationService.open(args, progress),
-        lambda client: round_trip(client, tool_choice="required", parallel_tool_calls=False, max_tokens=300),
+        lambda client: round_trip(client, tool_choice="required", parallel_tool_calls=False),
     )
     (call,) = first["message"]["tool_calls"]
     assert first["finish_reason"] == "tool_calls"

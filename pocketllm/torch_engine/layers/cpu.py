@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
 from pocketllm.torch_engine.layers.embedding import Embedding
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
-from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward, MixtureOfExperts, SharedExpert, TokenWise
+from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward, MixExperts, MixtureOfExperts, SharedExpert, TokenWise
 from pocketllm.torch_engine.layers.gated_delta_net import GatedDeltaNet
 from pocketllm.torch_engine.layers.linear import Biased, Linear, build_head, build_linear, default_dtype
 from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
@@ -67,6 +67,9 @@ class CpuLayers:
 
     def embedding(self, table: StoredTensor) -> Embedding:
         return Embedding(table, exact=self.compute_dtype == torch.float32)
+
+    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+        return None
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None

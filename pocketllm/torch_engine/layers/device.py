@@ -6,7 +6,7 @@ device's activation dtype. A device is free to fuse what is inside one part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.layers.feed_forward import MixExperts
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
@@ -149,6 +150,9 @@ class Layers(Protocol):
 
     def linear(self, matrix: StoredMatrix) -> Linear:
         """The product alone, from and to the activations' dtype."""
+
+    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+        """All of a layer's experts as one part, and its bytes, where the device has one for how they are stored; gate and up are held within `limit`."""
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None

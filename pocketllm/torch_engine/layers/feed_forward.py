@@ -9,6 +9,9 @@ import torch
 
 from pocketllm.torch_engine.layers.linear import Linear
 
+# x [num_tokens, hidden_size], experts and their shares [num_tokens, top_k] -> the weighted sum of what the experts give, in x's shape and dtype
+MixExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class TokenWise(Protocol):
     """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape and dtype."""

@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_linear
 from pocketllm.torch_engine.kernels.gguf_weight import GgufWeight
@@ -30,11 +31,6 @@ class Fp4Weight:
         self.values, self.scales = values, scales
         self.shape = (values.shape[0], 2 * values.shape[1])
         self.num_bytes = values.nbytes + scales.nbytes
-
-    @classmethod
-    def stack(cls, values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> Fp4Weight:
-        """Matrices below one another."""
-        return cls(torch.cat(list(values)), torch.cat([one.view(torch.uint8) for one in scales]).view(torch.float8_e8m0fnu))
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns]."""
@@ -77,28 +73,55 @@ class GpuWeights:
         """Matrices of float types without biases, stacked, in the compute dtype."""
         return torch.cat([tensor.to_device(self.device, self.dtype) for tensor in matrix.tensors])
 
+    def fp4_experts(self, matrices: Sequence[StoredMatrix]) -> Fp4Experts:
+        """The same FP4 matrix of each of a layer's experts, brought over one by one."""
+        values: torch.Tensor | None = None
+        for place, matrix in enumerate(matrices):
+            parts = [_fp4_bytes(tensor) for tensor in matrix.tensors]
+            own, exponents = (torch.cat([part[kind] for part in parts]) for kind in (0, 1))
+            if values is None:
+                values = torch.empty(len(matrices), *own.shape, dtype=torch.uint8, device=self.device)
+                scales = torch.empty(len(matrices), *exponents.shape, dtype=torch.uint8, device=self.device)
+            values[place], scales[place] = own.to(self.device), exponents.to(self.device)
+        assert values is not None
+        return Fp4Experts(values, scales)
+
     def _part(self, tensors: list[StoredTensor]) -> Part:
         first = tensors[0]
         if len(tensors) == 1 and first.name in self._shared:
             shared = self._shared[first.name]
             return DenseWeight(shared) if isinstance(shared, torch.Tensor) else shared
-        if first.type == "MXFP4":
-            packed = [unpack_mxfp4(tensor.blocks) for tensor in tensors if tensor.blocks is not None]
-            return Fp4Weight.stack([values.to(self.device) for values, _ in packed], [scales.to(self.device) for _, scales in packed])
+        if is_fp4(first):
+            packed = [_fp4_bytes(tensor) for tensor in tensors]
+            values, scales = (torch.cat([part[kind] for part in packed]).to(self.device) for kind in (0, 1))
+            return Fp4Weight(values.view(torch.int8), scales.view(torch.float8_e8m0fnu))
         if first.blocks is not None:
             return GgufWeight.pack(tensors, self.device)
         if first.scales is None:
             return DenseWeight(self.dense(StoredMatrix(tensors, [])))
-        values, scales = [], []
+        stored, factors = [], []
         for tensor in tensors:
             assert tensor.values is not None
             assert tensor.scales is not None
-            values.append(tensor.values.to(self.device))
-            kept = tensor.scales.values
-            scales.append((kept if first.type == FP4_TYPE else kept.float()).to(self.device))
-        if first.type == FP4_TYPE:
-            return Fp4Weight.stack(values, scales)
-        return Fp8Weight(torch.cat(values), torch.cat(scales), first.scales.block)
+            stored.append(tensor.values.to(self.device))
+            factors.append(tensor.scales.values.float().to(self.device))
+        return Fp8Weight(torch.cat(stored), torch.cat(factors), first.scales.block)
+
+
+def is_fp4(tensor: StoredTensor) -> bool:
+    """Whether its values are FP4 with a power of two for each 32."""
+    return tensor.type in (FP4_TYPE, "MXFP4")
+
+
+def _fp4_bytes(tensor: StoredTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [rows, columns / 2] and exponents [rows, columns / 32] of an FP4 matrix, both uint8."""
+    if tensor.blocks is not None:
+        values, scales = unpack_mxfp4(tensor.blocks)
+    else:
+        assert tensor.values is not None
+        assert tensor.scales is not None
+        values, scales = tensor.values, tensor.scales.values
+    return values.view(torch.uint8), scales.view(torch.uint8)
 
 
 def _kind(tensor: StoredTensor) -> tuple[object, ...]:
@@ -107,8 +130,8 @@ def _kind(tensor: StoredTensor) -> tuple[object, ...]:
         return ("blocks", tensor.type)
     if tensor.scales is None:
         return ("dense",)
-    if tensor.type == FP4_TYPE:
-        return (FP4_TYPE,)
+    if is_fp4(tensor):
+        return (tensor.type,)
     is_whole = tensor.shape[0] % tensor.scales.block[0] == 0
     return ("fp8", tensor.scales.block) if is_whole else ("fp8", tensor.scales.block, tensor.name)
 

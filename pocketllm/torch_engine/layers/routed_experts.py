@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from pocketllm.torch_engine.layers.feed_forward import TokenWise
-
-MixExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from pocketllm.torch_engine.layers.feed_forward import MixExperts, TokenWise
 
 
 @dataclass(frozen=True, slots=True)

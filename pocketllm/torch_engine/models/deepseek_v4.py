@@ -166,9 +166,15 @@ class DeepseekV4:
             config.num_experts_per_tok,
             config.routed_scaling_factor,
         )
-        experts = place_experts(self._take_experts(prefix), self._build_expert, self._expert_cache)
+        stored = self._take_experts(prefix)
+        fused = None if self._expert_cache is not None else self._build.mix_experts(stored, config.swiglu_limit)
         shared = self._build_expert(self._take_expert(f"{prefix}shared_experts."))
-        num_bytes = router.num_bytes + shared.num_bytes + (sum(experts[place].num_bytes for place in range(count)) if self._expert_cache is None else 0)
+        num_bytes = router.num_bytes + shared.num_bytes
+        if fused is not None:
+            return RoutedExperts(router, fused[0], shared), num_bytes + fused[1]
+        experts = place_experts(stored, self._build_expert, self._expert_cache)
+        if self._expert_cache is None:
+            num_bytes += sum(experts[place].num_bytes for place in range(count))
         return RoutedExperts(router, partial(mix_experts, experts), shared), num_bytes
 
     def _take_experts(self, prefix: str) -> list[StoredFeedForward]:
