@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +23,15 @@ WriteGGUF = Callable[..., Path]
 # Without a GPU, Triton's kernels are tested in its interpreter, which it asks for by this variable when a kernel is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Where pytest runs several processes, each has one processor: threads of the operators in one would only wait for those of another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """The modules that are loaded by now stay: the garbage collector, which some tests call, need not look through their million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -130,6 +141,34 @@ def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
         wide = [self.create_fp_ext(x, triton.language.float32) if x.dtype.scalar == triton.language.bfloat16 else x for x in (a, b)]
         return create_dot(self, *wide, *rest)
 
+    patch_language, language = interpreter._patch_lang, triton.language
+    modules: dict[int, set[str]] = {}  # by the globals of a function: those of Triton's language that it sees
+    patched: set[str] = set()  # while one kernel runs
+
+    def seen_by(function: Any) -> set[str]:
+        known = function.__globals__
+        if id(known) not in modules:
+            modules[id(known)] = {value.__name__ for value in known.values() if value is language or value is language.core}
+        return modules[id(known)]
+
+    def patch_for_kernel(kernel: Any) -> Any:
+        patched.clear()
+        patched.update(seen_by(kernel))
+        return patch_language(kernel)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function that a kernel calls. At each such call, Triton would patch once more what it has patched."""
+        if not seen_by(self.fn) <= patched:
+            patched.update(seen_by(self.fn))
+            patch_language(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_for_kernel)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    # Without debug, Triton computes whether sums and products overflow, and does not look at the result.
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
     return "cpu"

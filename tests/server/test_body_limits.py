@@ -15,11 +15,11 @@ CHAT = "/v1/chat/completions"
 
 def test_key_that_is_sent_twice_among_very_many_is_found_at_once() -> None:
     keys = ", ".join(f'"k{number}": 0' for number in range(200_000))
-    began = time.monotonic()
+    began = time.process_time()
     response = call("POST", CHAT, content=f'{{{keys}, "k199999": 1}}'.encode())
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "k199999"
-    assert time.monotonic() - began < 10  # a search that is quadratic takes minutes
+    assert time.process_time() - began < 10  # a search that is quadratic takes minutes
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".5"])

@@ -666,24 +666,22 @@ def test_073_series_do_not_grow_with_what_clients_send(start_server: StartServer
 def test_074_silent_stream_carries_comments(start_server: StartServer, path: str) -> None:
     server = start_server(fake(max_slots=1, tokens_per_second=4), keep_alive_interval=0.1)
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(httpx.post, server.url + CHAT, json=chat_body(max_tokens=6), timeout=30)  # the next one waits for its slot
+        ahead = pool.submit(httpx.post, server.url + CHAT, json=chat_body(max_tokens=8), timeout=30)  # the next one waits for its slot
         until(lambda: server.backend.stats().running == 1)
         body = {"stream": True, "max_tokens": 3, "temperature": 0, **({"messages": HI} if path == CHAT else {"prompt": "Hi"})}
-        began = time.monotonic()
         with httpx.stream("POST", server.url + path, json=body, timeout=30) as response:
-            assert time.monotonic() - began < 0.8  # the headers do not wait for the slot
+            assert not ahead.done()  # the headers do not wait for the slot
             assert response.headers["content-type"].startswith("text/event-stream")
-            lines = []
-            last = began
+            lines, num_early = [], 0
             for line in response.iter_lines():
                 if line:
                     lines.append(line)
-                    assert time.monotonic() - last < 1
-                    last = time.monotonic()
+                    num_early += not ahead.done()
         assert ahead.result(30).status_code == 200
     comments = [line for line in lines if line.startswith(":")]
     assert set(comments) == {": keep-alive"}
     assert len(comments) >= 5
+    assert num_early >= 3  # nor do the comments wait: they come while the slot is taken
     assert lines[-1] == "data: [DONE]"
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     if path == CHAT:

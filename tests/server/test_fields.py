@@ -461,10 +461,10 @@ def test_a_field_sent_twice_is_named() -> None:
 
 def test_a_field_sent_twice_is_found_in_no_time_among_many() -> None:
     names = ", ".join(f'"k{number}": 0' for number in range(400_000))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigurationError, match='"k399999" is sent twice'):
         parse_json(f'{{{names}, "k399999": 1}}'.encode())
-    assert time.perf_counter() - start < 10  # once hours, in which nothing else was answered
+    assert time.process_time() - start < 10  # once hours, in which nothing else was answered
 
 
 def test_a_large_body_is_understood_while_others_are_served() -> None:
