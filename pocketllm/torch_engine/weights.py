@@ -166,8 +166,8 @@ class Weights:
         stored = info.name
         if self._checkpoint.gguf is None:
             if info.type in _PACKED_TYPES:
-                scales = self._take_scales(stored, FP4_TYPE, shape, (1, GROUP))
-                return StoredTensor(stored, FP4_TYPE, shape, None, self._read(info.file, stored).view(torch.int8), scales)
+                packed = self._read(info.file, stored).view(torch.int8)
+                return StoredTensor(stored, FP4_TYPE, shape, None, packed, self._take_scales(stored, FP4_TYPE, shape, (1, GROUP)))
             scales = self._take_scales(stored, _FP8_TYPE, shape, _FP8_BLOCK) if info.type == _FP8_TYPE else None
             return StoredTensor(stored, info.type, shape, None, self._read(info.file, stored), scales)
         data = self._checkpoint.gguf.tensors[stored].data

@@ -20,8 +20,8 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from tests.models.plane import check_greedy, generate, opened
 
-# What FP4 and GGUF's blocks need: whole groups of 32 along each row.
-WIDE = {"hidden_size": 64, "q_lora_rank": 32, "moe_intermediate_size": 64, "index_topk": 3}
+# What FP4 and GGUF's blocks need: whole groups of 32 along each row. So many index heads that the scores of two entries are not both 0, a tie.
+WIDE = {"index_n_heads": 16, "hidden_size": 64, "q_lora_rank": 32, "moe_intermediate_size": 64, "index_topk": 3}
 RATIOS = {"compress_rates": {KINDS[1]: 4, KINDS[2]: 128}, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]}
 
 

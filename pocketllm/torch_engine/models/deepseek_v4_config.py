@@ -77,10 +77,9 @@ class DeepseekV4Config:
         config = checkpoint.config
         only(checkpoint, **_ONLY)
         counts = {name: whole(checkpoint, name) for name in _WHOLE}
-        numbers = {name: real(checkpoint, name) for name in _REAL}
-        for many, few in (("num_attention_heads", "o_groups"),):
-            if counts[many] % counts[few]:
-                raise bad(checkpoint, few, counts[few], f"a divisor of {many} = {counts[many]}")
+        numbers: dict[str, Any] = {name: real(checkpoint, name) for name in _REAL}
+        if counts["num_attention_heads"] % counts["o_groups"]:
+            raise bad(checkpoint, "o_groups", counts["o_groups"], f"a divisor of num_attention_heads = {counts['num_attention_heads']}")
         if counts["num_experts_per_tok"] > counts["n_routed_experts"]:
             raise bad(checkpoint, "num_experts_per_tok", counts["num_experts_per_tok"], f"at most n_routed_experts = {counts['n_routed_experts']}")
         layers = _layers(checkpoint, counts["num_hidden_layers"], counts["head_dim"])
