@@ -14,6 +14,7 @@ from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.compressed_cache import CompressedCache, CompressedShape
 from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache, StateShape
 from pocketllm.torch_engine.models.registry import COMPRESSED, HYBRIDS, kv_sizes
+from pocketllm.torch_engine.share import ALONE, Share
 
 
 class CacheShape(ABC):
@@ -102,21 +103,23 @@ class CompressedPastShape(CacheShape):
         return CompressedCache(self.shape, plan.num_blocks, BLOCK_SIZE, plan.max_rows + plan.num_snapshots, self.dtype, device)
 
 
-def cache_shape(checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool) -> CacheShape:
+def cache_shape(checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool, share: Share = ALONE) -> CacheShape:
     """The caches of the model of `checkpoint`.
 
     Args:
         dtype: of what is kept of tokens.
         keeps_ring: the convolution's inputs are kept as layers/state_cache.py says of a GPU.
+        share: what of the model this rank holds.
     """
     if (read_compressed := COMPRESSED.get(checkpoint.architecture)) is not None:
         return CompressedPastShape(read_compressed(checkpoint).cache, dtype)
-    num_layers, kv_heads, head_dim = kv_sizes(checkpoint)
+    num_layers, all_kv_heads, head_dim = kv_sizes(checkpoint)
+    kv_heads = all_kv_heads // share.size
     read_hybrid = HYBRIDS.get(checkpoint.architecture)
     if read_hybrid is None:
         return PagedShape(num_layers, kv_heads, head_dim, dtype)
     hybrid = read_hybrid(checkpoint)
-    state, kernel = hybrid.delta_net.state_shape, hybrid.delta_net.conv_kernel
+    state, kernel = hybrid.delta_net.dealt_out(share).state_shape, hybrid.delta_net.conv_kernel
     return PagedShape(
         hybrid.num_attention_layers, kv_heads, head_dim, dtype, hybrid.num_state_layers, replace(state, conv_tail=kernel) if keeps_ring else state
     )

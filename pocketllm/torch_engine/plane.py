@@ -26,8 +26,11 @@ from pocketllm.torch_engine.layers.linear import default_dtype, has_bfloat16_uni
 from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.models.registry import kv_sizes, model_class
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.ranked_runner import LeadingRunner
 from pocketllm.torch_engine.runner import Runner
 from pocketllm.torch_engine.scheduler import Scheduler
+from pocketllm.torch_engine.share import ALONE, Share
 from pocketllm.torch_engine.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class Order:
         context_length: that was asked for, or that the model was made for.
         progress: told what was done.
         check_open: called now and then; raises to end the load.
+        group: the ranks that share the model, or None for one.
     """
 
     args: EngineArgs
@@ -77,6 +81,20 @@ class Order:
     context_length: int
     progress: ProgressCallback
     check_open: Callable[[], None]
+    group: RankGroup | None = None
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds."""
+        return ALONE if self.group is None else self.group.share
+
+    def agreed(self, number: int) -> int:
+        """The least of what the ranks have found each for itself, so that all decide alike."""
+        return number if self.group is None else self.group.least(number)
+
+    def led(self, runner: Runner) -> Runner:
+        """The runner that the engine uses."""
+        return LeadingRunner(runner, self.group) if self.group is not None and self.share.index == 0 else runner
 
     def build_model(self, device: Device) -> Model:
         """The model on `device`.
@@ -129,23 +147,24 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
     torch.set_num_threads(num_threads)  # of this thread alone
     dtype = _cpu_dtype(args.dtype)
     kv_dtype = dtype or default_dtype() if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
-    shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=False)
+    shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=False, share=order.share)
     chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
     needs = shape.needs(args, order.context_length, args.max_batch_size or _CPU_ROWS, chunk)
     if (explicit := args.kv_cache_bytes) is None:
-        plan = plan_caches(needs, psutil.virtual_memory().available // 4, fills=False, remedy="free some memory, set kv_cache_memory")
+        free = order.agreed(psutil.virtual_memory().available) // order.share.size
+        plan = plan_caches(needs, free // 4, fills=False, remedy="free some memory, set kv_cache_memory")
     else:
         check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
     log_limits(args, needs, plan, "a quarter of the free memory")
     experts = expert_cache(args, order.checkpoint, dtype or default_dtype(), psutil.virtual_memory().available, on_gpu=False)
     with torch.inference_mode():
-        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0, experts))
+        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0, order.group, experts))
         cache = shape.build(plan, torch.device("cpu"))
     scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, None)
-    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads)
+    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads, order.group)
     details = {**describe(model, cache, plan, experts), "num_threads": num_threads}
-    return Plane(scheduler, runner, "cpu", plan.context_length, plan.max_rows, chunk > 0, details, experts)
+    return Plane(scheduler, order.led(runner), "cpu", plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
 def check_explicit(args: EngineArgs, asked: int, room: int, where: str) -> None:

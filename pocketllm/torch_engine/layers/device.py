@@ -20,6 +20,7 @@ from pocketllm.torch_engine.layers.feed_forward import MixExperts
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.share import Share
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
 
 AnyBatch = Batch | DeviceBatch
@@ -123,7 +124,10 @@ class Mixer(Protocol):
 
 
 class Head(Protocol):
-    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32."""
+    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32.
+
+    Of a model that several ranks share, those on a CPU get the logits of their own ids, Share.nearly(vocab_size), and those on GPUs all.
+    """
 
     num_bytes: int
 
@@ -177,11 +181,13 @@ class Device(Protocol):
     Attributes:
         device: of the weights and caches.
         dtype: compute dtype, as the device describes it; None leaves the choice to the model.
+        share: what of a model this rank holds. Parts whose matrices hold some of the columns sum their products over the ranks.
         expert_cache: builds routed experts when they are chosen; None builds all of them when the model is loaded.
     """
 
     device: torch.device
     dtype: torch.dtype | None
+    share: Share
     expert_cache: ExpertCache | None
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> Layers:
