@@ -141,7 +141,8 @@ class TorchBackend(Backend):
         stats = EngineStats() if self._engine is None else self._engine.stats()
         if (experts := self._experts) is None:
             return stats
-        return replace(stats, expert_lookups=experts.lookups, expert_hits=experts.hits, expert_bytes=experts.num_bytes)
+        hits = experts.hits  # first: the engine goes on counting, and no hit is without its lookup
+        return replace(stats, expert_lookups=experts.lookups, expert_hits=hits, expert_bytes=experts.num_bytes)
 
     def _say_death(self, reason: str) -> None:
         if self.on_death is not None:
@@ -155,6 +156,7 @@ class TorchBackend(Backend):
         self._closed = True
         if self._engine is not None:
             self._engine.close()
+        self._experts = None  # the engine has let go of the model, of which this is the larger part
 
 
 @dataclass(frozen=True, slots=True)

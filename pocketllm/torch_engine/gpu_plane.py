@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
 from pocketllm.torch_engine.cache_shape import CacheShape, cache_shape
-from pocketllm.torch_engine.expert_placement import expert_cache
+from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache, is_routed
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.plane import DTYPES, Order, Plane, build_scheduler, check_explicit, describe, log_limits
@@ -37,7 +37,6 @@ _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
 _SEVERAL = 16  # prompts that give attention work for a whole GPU, however short
 _FAILED = -(2**62)  # less than any number of spare bytes
-_FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})  # of stored tensors that are brought to the compute dtype
 
 
 def resolve_device(name: str, rank: Rank | None = None) -> torch.device:
@@ -113,18 +112,19 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
         torch.backends.cuda.matmul.allow_tf32 = False
-        _check_weights_fit(order, device, dtype)
+    experts = expert_cache(args, order.checkpoint, dtype, *_memory(device), on_gpu=True)
+    if is_cuda:
+        _check_weights_fit(order, device, dtype, experts)
     shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=True, share=order.share)
     with torch.inference_mode(), _memory_is_enough(order, device):
-        experts = expert_cache(args, order.checkpoint, dtype, _memory(device)[0], on_gpu=True)
         model = order.build_model(GpuDevice(device, dtype, order.group, experts))
-        chunk, step_bytes = _choose_chunk(order, model, shape, device)
+        chunk, step_bytes = _choose_chunk(order, model, shape, device, experts)
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
         captures = cuda_graphs and is_cuda and model.is_capturable
         if captures:
             step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, needs.max_rows, chunk))
-        # Beside logits of all rows, and what a prompt takes.
-        free = order.agreed(_free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4))
+        # Beside logits of all rows, what a prompt takes, and experts that will be built.
+        free = order.agreed(_free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4 + (experts.room if experts else 0)))
         if (explicit := args.kv_cache_bytes) is not None:
             check_explicit(args, explicit, free, f"{device} has free beside the weights and what a step takes")
             plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
@@ -180,9 +180,16 @@ def _memory(device: torch.device) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype) -> None:
+def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype, experts: ExpertCache | None = None) -> None:
+    """Refuse what can't be loaded: all weights, or without the routed experts and with their cache."""
     free, total = _memory(device)
-    size = sum(math.prod(tensor.shape) * dtype.itemsize if tensor.type in _FLOAT_TYPES else tensor.num_bytes for tensor in order.checkpoint.tensors)
+    size = sum(built_bytes(tensor, dtype, on_gpu=True) for tensor in order.checkpoint.tensors if experts is None or not is_routed(tensor))
+    if experts is not None and size + experts.budget + _SPARE_BYTES > free:
+        raise ConfigurationError(
+            f"{order.checkpoint.path} takes {size / 2**30:.1f} GiB beside its routed experts, whose cache has {experts.budget / 2**30:.1f}, and "
+            f"{free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: send a smaller routed_experts_memory, or free memory of the GPU.",
+            param="routed_experts_memory",
+        )
     if size + _SPARE_BYTES > free:
         raise ConfigurationError(
             f"{order.checkpoint.path} takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: "
@@ -204,8 +211,8 @@ def _memory_is_enough(order: Order, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.device) -> tuple[int, int]:
-    """Most prompt tokens of a step, and the bytes that such a step takes beside weights and caches.
+def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.device, experts: ExpertCache | None = None) -> tuple[int, int]:
+    """Most prompt tokens of a step, and the bytes that such a step takes beside weights, caches and the experts that it built.
 
     Where nobody asked for a number, it is halved until the step takes at most a quarter of what the weights leave.
     """
@@ -215,9 +222,13 @@ def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.d
         num_tokens = min(chunk or order.context_length, order.context_length)
         order.progress(LoadProgress(1.0, f"compiling kernels, and computing {num_tokens} tokens to see what a step takes"))
         order.check_open()
+        room = experts.room if experts else 0
         step_bytes = _measure_step(model, shape, device, num_tokens)
+        if experts and step_bytes is not None:
+            step_bytes = max(0, step_bytes - (room - experts.room))
+            room = experts.room
         can_shrink = asked is None and num_tokens > _LEAST_CHUNK
-        spare = _FAILED if step_bytes is None else _free_for_caches(device, 0) // 4 - step_bytes
+        spare = _FAILED if step_bytes is None else _free_for_caches(device, room) // 4 - step_bytes
         spare = order.agreed(spare)
         if step_bytes is not None and spare != _FAILED and not (can_shrink and spare < 0):
             if asked is None and chunk < _CHUNK:

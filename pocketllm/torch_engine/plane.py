@@ -157,7 +157,8 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
         check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
     log_limits(args, needs, plan, "a quarter of the free memory")
-    experts = expert_cache(args, order.checkpoint, dtype or default_dtype(), psutil.virtual_memory().available, on_gpu=False)
+    memory = psutil.virtual_memory()
+    experts = expert_cache(args, order.checkpoint, dtype or default_dtype(), memory.available, memory.total, on_gpu=False)
     with torch.inference_mode():
         model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0, order.group, experts))
         cache = shape.build(plan, torch.device("cpu"))

@@ -23,7 +23,8 @@ _ID_TYPES = ("I64", "I32")
 _FP8_TYPE = "F8_E4M3"
 _FP8_BLOCK = (128, 128)
 FP4_TYPE = "FP4"  # of two values in each byte, which safetensors has no word for
-_PACKED_TYPES = ("I8", "F4")
+_BYTES_TYPE = "I8"  # as which FP4 is published: the header's shape counts bytes; that of safetensors' own type F4 counts values
+_PACKED_TYPES = (_BYTES_TYPE, "F4")
 _POWERS_TYPE = "F8_E8M0"
 
 
@@ -221,10 +222,15 @@ class Weights:
         """The tensor `name`, which must have `shape`.
 
         Raises:
-            ConfigurationError: it is missing, or its shape is another.
+            ConfigurationError: it is missing, or its shape is another, or it holds no weights.
         """
         info = self._take(name, shape)
         stored = info.name
+        if info.type in (*_ID_TYPES, _POWERS_TYPE):
+            raise ConfigurationError(
+                f"Tensor {stored} of {self._checkpoint.path} is stored as {info.type}, which is no type of weights: download or convert the model again.",
+                param="model",
+            )
         if self._checkpoint.gguf is None:
             if info.type in _PACKED_TYPES:
                 packed = self._read(info.file, stored).view(torch.int8)
@@ -290,7 +296,7 @@ class Weights:
         info = self._infos.get(stored)
         if info is None:
             raise ConfigurationError(f"{self._checkpoint.path} lacks the tensor {stored}: download or convert the model again.", param="model")
-        if self._checkpoint.gguf is None and info.type in _PACKED_TYPES:
+        if self._checkpoint.gguf is None and info.type == _BYTES_TYPE:
             shape = (*shape[:-1], shape[-1] // 2)
         if info.shape != shape:
             raise ConfigurationError(
@@ -312,12 +318,18 @@ class Weights:
             )
         info = self._infos.get(name)
         wanted = tuple(-(-size // one) for size, one in zip(shape, block, strict=True))
-        is_exact = kind != FP4_TYPE or (shape[1] % GROUP == 0 and info is not None and info.type == _POWERS_TYPE)
-        if info is None or info.shape != wanted or not is_exact:
-            kinds = (f" in {info.type}", f" in {_POWERS_TYPE}") if info is not None and kind == FP4_TYPE else ("", "")
-            found = "is missing" if info is None else f"has the shape {list(info.shape)}{kinds[0]}"
+        if kind == FP4_TYPE and shape[1] % GROUP:
             raise ConfigurationError(
-                f"Tensor {weight} of {self._checkpoint.path} is {kind}, and {name} {found} where {list(wanted)}{kinds[1]} is needed: download the model again.",
+                f"Tensor {weight} of {self._checkpoint.path} is FP4 with rows of {shape[1]} values, no multiple of the {GROUP} that share a scale: "
+                "use an unquantized checkpoint.",
+                param="model",
+            )
+        types = (_POWERS_TYPE,) if kind == FP4_TYPE else (*_FLOAT_TYPES, _POWERS_TYPE)
+        if info is None or info.shape != wanted or info.type not in types:
+            found = "is missing" if info is None else f"has the shape {list(info.shape)} in {info.type}"
+            raise ConfigurationError(
+                f"Tensor {weight} of {self._checkpoint.path} is {kind}, and {name} {found} where {list(wanted)} in {' or '.join(types)} is needed: "
+                "download the model again.",
                 param="model",
             )
         self._left.discard(name)

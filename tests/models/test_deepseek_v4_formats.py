@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ from transformers import DeepseekV4ForCausalLM
 from pocketllm.backends.base import EngineRequest
 from pocketllm.backends.select import explain
 from pocketllm.checkpoint import open_checkpoint
+from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine import gpu_plane
+from pocketllm.torch_engine.expert_placement import built_bytes
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.plane import Order
+from pocketllm.torch_engine.weights import Weights
 from tests.models.plane import check_greedy, generate, opened
 
 # What FP4 and GGUF's blocks need: whole groups of 32 along each row. So many index heads that the scores of two entries are not both 0, a tie.
@@ -91,23 +97,68 @@ def test_experts_behind_the_backend_door(fp4: tuple[Path, Any]) -> None:
         assert backend.capabilities.details["expert_cache_bytes"] == 2**20
     assert stats.expert_lookups > stats.expert_hits > 0
     assert 0 < stats.expert_bytes <= 2**20
+    assert backend.stats().expert_bytes == 0
 
 
 @pytest.mark.usefixtures("triton_device")
-def test_on_a_gpu(fp4: tuple[Path, Any]) -> None:
-    """A prompt in two chunks, its answer, and beside it a row of one token; all experts loaded, then in a cache: in the interpreter where there is no GPU."""
+def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in two chunks, its answer, and beside it a row of one token; all experts loaded, then in a cache: in the interpreter where there is no GPU.
+
+    Two layers with all that there is, and one matrix a layer in FP8, whose kernels have tests of their own.
+    """
     from tests.models.gpu_plane import load as load_on_gpu
     from tests.models.gpu_plane import run
 
     prompts = [prompt_of(18), prompt_of(1)]
     requests = [EngineRequest(str(place), tuple(prompt), 2) for place, prompt in enumerate(prompts)]
-    plane = load_on_gpu(fp4[0], prefill_chunk_tokens=16, routed_experts_device="gpu")
+    write_tiny(tmp_path / "saved", **WIDE, hidden_act="silu", num_hidden_layers=2, layer_types=KINDS[1:3], mlp_layer_types=["hash_moe", "moe"])
+    oracle = quantized(tmp_path / "saved", tmp_path, ("wo_a.weight",))
+    plane = load_on_gpu(tmp_path, prefill_chunk_tokens=16, routed_experts_device="gpu")
     answers = list(run(plane, requests).values())
-    check_greedy(fp4[1], prompts, answers, 2)
-    plane = load_on_gpu(fp4[0], prefill_chunk_tokens=16, routed_experts_device="cpu", routed_experts_memory="1MiB")
+    check_greedy(oracle, prompts, answers, 2)
+    plane = load_on_gpu(tmp_path, prefill_chunk_tokens=16, routed_experts_device="cpu", routed_experts_memory="300KiB")
     assert list(run(plane, requests[1:]).values()) == answers[1:]
     assert plane.experts is not None
     assert plane.experts.lookups > plane.experts.hits > 0
+    # What the cache of experts has not taken yet is not given to the other cache.
+    monkeypatch.setattr(gpu_plane, "_memory", lambda device: (2**22 + 2**14, 2**23))
+    with pytest.raises(ConfigurationError, match=r'"kv_cache_memory" = .4MiB. is more than the 4 MiB of memory'):
+        load_on_gpu(tmp_path, prefill_chunk_tokens=1, max_batch_size=1, routed_experts_device="cpu")
+
+
+def test_memory_of_a_gpu(fp4: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that stay in the file need not fit; their cache must, beside the other weights."""
+    checkpoint, device = open_checkpoint(fp4[0]), torch.device("cuda", 0)
+    order = Order(EngineArgs(), checkpoint, 256, lambda progress: None, lambda: None)
+    others = sum(built_bytes(tensor, torch.float32, on_gpu=True) for tensor in checkpoint.tensors if ".ffn.experts." not in tensor.name)
+    assert others < sum(built_bytes(tensor, torch.float32, on_gpu=True) for tensor in checkpoint.tensors)
+    monkeypatch.setattr(gpu_plane, "_memory", lambda device: (gpu_plane._SPARE_BYTES + others + 1000, 2**33))
+    gpu_plane._check_weights_fit(order, device, torch.float32, ExpertCache(1000))
+    with pytest.raises(ConfigurationError, match=r"beside its routed experts, whose cache has .*: send a smaller routed_experts_memory") as caught:
+        gpu_plane._check_weights_fit(order, device, torch.float32, ExpertCache(1001))
+    assert caught.value.param == "routed_experts_memory"
+    with pytest.raises(ConfigurationError, match="free its memory, use a smaller or quantized model"):
+        gpu_plane._check_weights_fit(order, device, torch.float32)
+
+
+def test_experts_that_a_step_builds_are_not_what_a_step_takes(fp4: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay, and what their cache still may take is left to it."""
+    cache, free = ExpertCache(1000), []
+    order = Order(EngineArgs(), open_checkpoint(fp4[0]), 8192, lambda progress: None, lambda: None)
+
+    def measure(model: Any, shape: Any, device: torch.device, num_tokens: int) -> int:
+        cache.num_bytes = 300
+        return 1300
+
+    def free_for_caches(device: torch.device, taken: int) -> int:
+        free.append(taken)
+        return 4000
+
+    monkeypatch.setattr(gpu_plane, "_measure_step", measure)
+    monkeypatch.setattr(gpu_plane, "_free_for_caches", free_for_caches)
+    nothing: Any = None
+    assert gpu_plane._choose_chunk(order, nothing, nothing, torch.device("cuda", 0), cache) == (8192, 1000)
+    assert free == [700]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +167,7 @@ def test_on_a_gpu(fp4: tuple[Path, Any]) -> None:
         ({"routed_experts_device": "gpu"}, '"routed_experts_device" = "gpu" needs a model on a GPU', ConfigurationError),
         ({"routed_experts_device": "gpu", "routed_experts_memory": "1MiB"}, "leave one of them out", ConfigurationError),
         ({"routed_experts_memory": "much"}, r'"routed_experts_memory" = .much. is not a size', ConfigurationError),
+        ({"routed_experts_memory": "1000TiB"}, r'"routed_experts_memory" = .1000TiB. is more than the \d+ MiB of memory', ConfigurationError),
         ({"routed_experts_device": "disk"}, "one of auto, cpu, gpu", ConfigurationError),
     ],
 )
@@ -126,17 +178,58 @@ def test_placements_that_make_no_sense(options: dict[str, Any], says: str, kind:
 
 @pytest.mark.parametrize("change", ["missing", "shape", "type"])
 def test_scales_of_fp4(change: str, fp4: tuple[Path, Any], tmp_path: Path) -> None:
-    tensors = load_file(fp4[0] / "model.safetensors")
-    name = "layers.1.ffn.experts.2.w3.scale"
-    scales = tensors.pop(name)
-    if change == "shape":
-        tensors[name] = scales[:, :1].contiguous()
-    elif change == "type":
-        tensors[name] = scales.float()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((fp4[0] / "config.json").read_bytes())
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        name = "layers.1.ffn.experts.2.w3.scale"
+        scales = tensors.pop(name)
+        if change == "shape":
+            tensors[name] = scales[:, :1].contiguous()
+        elif change == "type":
+            tensors[name] = scales.float()
+
+    changed(fp4[0], tmp_path, spoil)
     with pytest.raises(ConfigurationError, match=r"Tensor layers\.1\.ffn\.experts\.2\.w3\.weight of .* is FP4, and .*is needed"):
         load(tmp_path)
+
+
+def changed(saved: Path, directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The checkpoint in `saved` with its tensors changed, in `directory`."""
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_bytes((saved / "config.json").read_bytes())
+    return directory
+
+
+def test_the_own_type_of_safetensors(fp4: tuple[Path, Any], tmp_path: Path) -> None:
+    """F4's shape in the header counts values, that of bytes counts bytes."""
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.int8:
+                tensors[name] = tensor.view(torch.float4_e2m1fn_x2)
+
+    checkpoint = open_checkpoint(changed(fp4[0], tmp_path, rename))
+    assert any(tensor.type == "F4" for tensor in checkpoint.tensors)
+    name = "layers.1.ffn.experts.2.w3.weight"
+    found, wanted = (Weights(one, str).take(name, (64, 64)).float() for one in (checkpoint, open_checkpoint(fp4[0])))
+    assert torch.equal(found, wanted)
+    assert load(tmp_path).num_bytes == load(fp4[0]).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "says"),
+    [
+        ("layers.0.ffn_norm.weight", torch.int64, "is stored as I64, which is no type of weights"),
+        ("layers.0.attn.wkv.weight", torch.float8_e8m0fnu, "is stored as F8_E8M0, which is no type of weights"),
+        ("layers.0.attn.wkv.scale", torch.int32, r"has the shape \[1, 1\] in I32 where \[1, 1\] in F32 or .* is needed"),
+        ("layers.0.attn_norm.weight", torch.int8, "has the shape"),
+    ],
+)
+def test_types_that_are_none_of_weights(name: str, dtype: torch.dtype, says: str, fp4: tuple[Path, Any], tmp_path: Path) -> None:
+    changed(fp4[0], tmp_path, lambda tensors: tensors.update({name: tensors[name].float().to(dtype)}))
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        load(tmp_path)
+    assert name in str(caught.value)
 
 
 def test_other_models_have_no_experts_to_place(tmp_path: Path) -> None:

@@ -158,6 +158,19 @@ def test_a_row_that_is_not_finite_leaves_nothing_behind(model: DeepseekV4, expec
     assert plane.ask(prompt_of(131), 16)[0] == expected[131][:16]
 
 
+def test_blocks_that_hold_what_is_not_finite(model: DeepseekV4, expected: dict[int, list[int]]) -> None:
+    """As a failed row may leave them; of no row is more read than the row has written."""
+    plane = Plane(model, num_blocks=160, block_size=16, chunk=48)
+    cache: Any = plane.runner.cache
+    for layer in cache.entries:
+        for one in layer:
+            one.fill_(float("nan"))
+    for length in LENGTHS:
+        plane.add(str(length), prompt_of(length), 16)
+    plane.run()
+    assert plane.answers == {str(length): expected[length][:16] for length in LENGTHS}
+
+
 def test_published_names(checkpoint: tuple[Path, Any], expected: dict[int, list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The names, and the spelling of config.json, of the published checkpoints, with a layer that predicts further tokens."""
     published_names(checkpoint[0], tmp_path)
@@ -182,6 +195,8 @@ def test_the_published_ratios(tmp_path: Path) -> None:
     ("change", "says", "kind"),
     [
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', which is not supported", UnsupportedFeatureError),
+        ({"expert_dtype": "int4"}, "has expert_dtype = 'int4', which is not supported", UnsupportedFeatureError),
+        ({"swiglu_limit": 10**400}, "which should be a number above 0", ConfigurationError),
         ({"scoring_func": "sigmoid"}, "has scoring_func = 'sigmoid', which is not supported", UnsupportedFeatureError),
         ({"n_shared_experts": 2}, "has n_shared_experts = 2, which is not supported", UnsupportedFeatureError),
         ({"layer_types": ["full_attention"] * 4}, "has 'full_attention' in layer_types, which is not supported", UnsupportedFeatureError),

@@ -110,8 +110,14 @@ def load(directory: Path, expert_cache: ExpertCache | None = None) -> DeepseekV4
     return model
 
 
-def quantized(saved: Path, directory: Path) -> DeepseekV4ForCausalLM:
-    """Write the checkpoint in `saved` with experts in FP4 and other matrices in FP8, as they are published. Returns transformers' model of what it holds."""
+FP8_MATRICES = ("wq_a.weight", "wq_b.weight", ".attn.wkv.weight", "wo_a.weight", "wo_b.weight", *(f".shared_experts.w{number}.weight" for number in (1, 2, 3)))
+
+
+def quantized(saved: Path, directory: Path, fp8: tuple[str, ...] = FP8_MATRICES) -> DeepseekV4ForCausalLM:
+    """Write the checkpoint in `saved` with experts in FP4 and other matrices in FP8, as they are published, or those alone whose names end in one of `fp8`.
+
+    Returns transformers' model of what it holds.
+    """
     published_names(saved, directory)
     tensors, plain = load_file(directory / "model.safetensors"), load_file(saved / "model.safetensors")
     dequantized = dict(plain)
@@ -119,7 +125,7 @@ def quantized(saved: Path, directory: Path) -> DeepseekV4ForCausalLM:
         mine = published_name(name)
         if ".ffn.experts." in mine:
             tensors[mine], scales, dequantized[name] = _to_fp4(plain[name])
-        elif mine.endswith(("wq_a.weight", "wq_b.weight", ".attn.wkv.weight", "wo_a.weight", "wo_b.weight")) or ".shared_experts." in mine:
+        elif mine.endswith(fp8):
             tensors[mine], scales, dequantized[name] = _to_fp8(plain[name])
         else:
             continue

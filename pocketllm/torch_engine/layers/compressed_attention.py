@@ -157,14 +157,15 @@ class CompressedAttention:
         """Entries at `places`, [num_entries], or [num_queries, num_entries] of each query's own row, of which each query `has` some: the best ones of those."""
         entries, indexer = cache.entries[self._index], self._w.indexer
         if indexer is None or places.shape[-1] <= indexer.top_k:
-            return Keys(entries[0][places], has)
+            return Keys(_seen(entries[0][places], has), has)
         assert queries.index is not None
         assert queries.shares is not None
         index_keys = entries[1][places].float()
         scores = torch.relu(queries.index @ index_keys.transpose(-1, -2)).mul_(queries.shares.unsqueeze(-1)).sum(1)  # [num_queries, num_entries]
         best = scores.masked_fill_(~has, float("-inf")).topk(indexer.top_k, dim=-1).indices
         chosen = places[best] if places.ndim == 1 else places.gather(1, best)
-        return Keys(entries[0][chosen], has.gather(1, best))
+        has = has.gather(1, best)
+        return Keys(_seen(entries[0][chosen], has), has)
 
     def _prefill(self, queries: _Queries, key: torch.Tensor, inputs: Sequence[torch.Tensor], row: PromptRow, cache: CompressedCache) -> torch.Tensor:
         stored, device = cache.states.windows[self._index][row.slot], key.device
@@ -197,6 +198,11 @@ class CompressedAttention:
         if indexer is not None and entries > indexer.top_k:
             each = max(indexer.num_heads * entries, indexer.top_k * weights.head_dim)
         return max(_LEAST_QUERIES, _SCORES_AT_ONCE // each)
+
+
+def _seen(values: torch.Tensor, has: torch.Tensor) -> torch.Tensor:
+    """`values` gathered for each query, zeroed where it `has` none: there may be what a failed row left, and a share of 0 does not mask what is not finite."""
+    return values.masked_fill_(~has.unsqueeze(-1), 0) if values.ndim == 3 else values
 
 
 def attend(queries: torch.Tensor, keys: Sequence[Keys], sinks: torch.Tensor, scale: float) -> torch.Tensor:

@@ -29,6 +29,11 @@ class ExpertCache:
         self._built: OrderedDict[tuple[int, int], TokenWise] = OrderedDict()  # least recently used first
         self._num_layers = 0
 
+    @property
+    def room(self) -> int:
+        """Bytes of the budget that nothing takes yet; whoever measures free memory leaves them."""
+        return max(0, self.budget - self.num_bytes)
+
     def add_layer(self, stored: Sequence[StoredFeedForward], build: BuildExpert) -> CachedExperts:
         """The experts of one more layer."""
         self._num_layers += 1

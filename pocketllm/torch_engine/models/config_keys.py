@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from pocketllm.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ def real(checkpoint: Checkpoint, key: str) -> float:
     Raises:
         ConfigurationError: it is missing, or another.
     """
-    if type(value := required(checkpoint, key)) not in (int, float) or not 0 < value < float("inf"):
+    if type(value := required(checkpoint, key)) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise bad(checkpoint, key, value, "a number above 0")
     return float(value)
 

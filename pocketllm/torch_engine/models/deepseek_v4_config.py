@@ -11,11 +11,12 @@ from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.torch_engine.layers.compressed_attention import IndexerSizes
 from pocketllm.torch_engine.layers.compressed_cache import CompressedShape, LayerShape
 from pocketllm.torch_engine.models.config_keys import bad, real, required, whole
-from pocketllm.torch_engine.models.decoder_spec import only, read_scaling
+from pocketllm.torch_engine.models.decoder_spec import only, read_scaling, unsupported
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _BY_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}  # as config.json of the first checkpoints spells layer_types and compress_rates at once
 _EXPERTS = ("hash_moe", "moe")
+_EXPERT_DTYPES = (None, "fp4", "fp8", "bf16", "bfloat16")  # a tensor's own type says it too
 # What the model computes. A key that is left out means this too.
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -76,6 +77,8 @@ class DeepseekV4Config:
         """
         config = checkpoint.config
         only(checkpoint, **_ONLY)
+        if config.get("expert_dtype") not in _EXPERT_DTYPES:
+            raise unsupported(checkpoint, "expert_dtype", f"only {', '.join(filter(None, _EXPERT_DTYPES))}")
         counts = {name: whole(checkpoint, name) for name in _WHOLE}
         numbers: dict[str, Any] = {name: real(checkpoint, name) for name in _REAL}
         if counts["num_attention_heads"] % counts["o_groups"]:
