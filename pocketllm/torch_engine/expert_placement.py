@@ -49,6 +49,13 @@ def expert_cache(args: EngineArgs, checkpoint: Checkpoint, dtype: torch.dtype, f
             param="routed_experts_memory",
         )
     cache = ExpertCache(min(size, int(free * _SHARE) if budget is None else budget))
+    config = COMPRESSED[checkpoint.architecture](checkpoint)
+    if cache.budget < (needed := size * config.num_experts_per_tok // config.n_routed_experts):
+        logger.warning(
+            "the routed experts of one token take %.2f GiB, and their cache has %.2f: every step reads them from the file; raise routed_experts_memory",
+            needed / 2**30,
+            cache.budget / 2**30,
+        )
     logger.info("routed experts stay in %s: %.1f GiB of them at most are kept in memory", checkpoint.path, cache.budget / 2**30)
     return cache
 

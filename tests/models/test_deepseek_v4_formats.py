@@ -20,7 +20,7 @@ from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine import gpu_plane
-from pocketllm.torch_engine.expert_placement import built_bytes
+from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.plane import Order
 from pocketllm.torch_engine.weights import Weights
@@ -116,14 +116,24 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plane = load_on_gpu(tmp_path, prefill_chunk_tokens=16, routed_experts_device="gpu")
     answers = list(run(plane, requests).values())
     check_greedy(oracle, prompts, answers, 2)
-    plane = load_on_gpu(tmp_path, prefill_chunk_tokens=16, routed_experts_device="cpu", routed_experts_memory="300KiB")
-    assert list(run(plane, requests[1:]).values()) == answers[1:]
+    plane = load_on_gpu(tmp_path, prefill_chunk_tokens=2, routed_experts_device="cpu", routed_experts_memory="300KiB")
+    assert run(plane, [EngineRequest("again", tuple(prompts[1]), 1)])["again"] == answers[1][:1]
     assert plane.experts is not None
     assert plane.experts.lookups > plane.experts.hits > 0
     # What the cache of experts has not taken yet is not given to the other cache.
     monkeypatch.setattr(gpu_plane, "_memory", lambda device: (2**22 + 2**14, 2**23))
     with pytest.raises(ConfigurationError, match=r'"kv_cache_memory" = .4MiB. is more than the 4 MiB of memory'):
-        load_on_gpu(tmp_path, prefill_chunk_tokens=1, max_batch_size=1, routed_experts_device="cpu")
+        load_on_gpu(tmp_path, prefill_chunk_tokens=2, max_batch_size=1, routed_experts_device="cpu")
+
+
+@pytest.mark.parametrize(("memory", "budget"), [("1KiB", 2**10), ("600KiB", 600 * 2**10), ("1GiB", 4 * 6 * 3 * 64 * 64 * 4), (None, 2**18)])
+def test_sizes_of_the_cache(memory: str | None, budget: int, fp4: tuple[Path, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At most all experts; half of the free memory where nobody says; and too little for the experts of one token is said."""
+    args = EngineArgs(routed_experts_device="cpu", routed_experts_memory=memory)
+    cache = expert_cache(args, open_checkpoint(fp4[0]), torch.float32, 2**19, 2**30, on_gpu=False)
+    assert cache is not None
+    assert cache.budget == budget
+    assert ("every step reads them from the file" in caplog.text) == (budget < 4 * 3 * 3 * 64 * 64 * 4)
 
 
 def test_memory_of_a_gpu(fp4: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from stepped_plane import Plane, assert_logits, greedy
 from tiny_deepseek_v4 import KINDS, SIZES, load, published_names, write_tiny
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine.layers import compressed_attention
 from pocketllm.torch_engine.models.deepseek_v4 import DeepseekV4
 
 LENGTHS = [1, 3, 37, 131]  # ragged; the window is 8, entries stand for 4 and 16 tokens, and the best 6 of the former are seen
@@ -71,6 +72,16 @@ def test_chunked_prefill(checkpoint: tuple[Path, Any], model: DeepseekV4, expect
 def test_a_ragged_batch(block_size: int, model: DeepseekV4, expected: dict[int, list[int]]) -> None:
     """Blocks of more tokens than an entry stands for, and of a number that none divides; the other tests have blocks of as many."""
     plane = Plane(model, num_blocks=160, block_size=block_size, chunk=48)
+    for length in LENGTHS:
+        plane.add(str(length), prompt_of(length), 16)
+    plane.run()
+    assert plane.answers == {str(length): expected[length][:16] for length in LENGTHS}
+
+
+def test_rows_that_decode_in_pieces(model: DeepseekV4, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them do whose contexts are long."""
+    monkeypatch.setattr(compressed_attention, "_ROWS_VALUES_AT_ONCE", 4000)
+    plane = Plane(model, num_blocks=160)
     for length in LENGTHS:
         plane.add(str(length), prompt_of(length), 16)
     plane.run()
@@ -195,6 +206,7 @@ def test_the_published_ratios(tmp_path: Path) -> None:
     ("change", "says", "kind"),
     [
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', which is not supported", UnsupportedFeatureError),
+        ({"hc_sinkhorn_iters": 10**9}, "has hc_sinkhorn_iters = 1000000000, which should be at most 1000", ConfigurationError),
         ({"expert_dtype": "int4"}, "has expert_dtype = 'int4', which is not supported", UnsupportedFeatureError),
         ({"swiglu_limit": 10**400}, "which should be a number above 0", ConfigurationError),
         ({"scoring_func": "sigmoid"}, "has scoring_func = 'sigmoid', which is not supported", UnsupportedFeatureError),

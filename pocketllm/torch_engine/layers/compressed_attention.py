@@ -19,6 +19,7 @@ from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 
 _SCORES_AT_ONCE = 2**23  # values of a prompt's scores, or of entries gathered for its queries
+_ROWS_VALUES_AT_ONCE = 2**26  # the same of rows that decode
 _LEAST_QUERIES = 16
 
 
@@ -147,11 +148,16 @@ class CompressedAttention:
         stored[step.slots, step.positions % window] = key
         for compressor, one in zip(self._compressors, inputs, strict=True):
             compressor.decode(one, step, cache, self._index)
-        places = torch.arange(window, device=key.device)
-        keys = [Keys(stored[step.slots], places <= step.positions.unsqueeze(1))]  # once a row is longer than the window, every place is
-        if self._w.shape.ratio and (entries := step.decode_entries(self._w.shape))[0].shape[1]:
-            keys.append(self._choose(queries, *entries, cache))
-        return attend(queries.heads, keys, self._w.sinks, self._scale)
+        places, has = step.decode_entries(self._w.shape) if self._w.shape.ratio else (None, None)
+        seen = torch.arange(window, device=key.device) <= step.positions.unsqueeze(1)  # once a row is longer than the window, every place is
+        parts, size = [], self._rows_at_once(0 if places is None else places.shape[1])
+        for start in range(0, step.num_decode, size):
+            some = slice(start, start + size)
+            keys = [Keys(stored[step.slots[some]], seen[some])]
+            if places is not None and has is not None and places.shape[1]:
+                keys.append(self._choose(queries.of(some), places[some], has[some], cache))
+            parts.append(attend(queries.heads[some], keys, self._w.sinks, self._scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choose(self, queries: _Queries, places: torch.Tensor, has: torch.Tensor, cache: CompressedCache) -> Keys:
         """Entries at `places`, [num_entries], or [num_queries, num_entries] of each query's own row, of which each query `has` some: the best ones of those."""
@@ -189,6 +195,15 @@ class CompressedAttention:
                 keys.append(self._choose(part, row.entries(self._w.shape, cache.block_size, 0, count), has, cache))
             parts.append(attend(part.heads, keys, self._w.sinks, self._scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _rows_at_once(self, entries: int) -> int:
+        """Decoding rows of so many entries whose scores, and what is gathered for them, are in memory together."""
+        weights, indexer = self._w, self._w.indexer
+        if indexer is None or entries <= indexer.top_k:
+            each = entries * (weights.num_heads + weights.head_dim)
+        else:
+            each = entries * (indexer.num_heads + indexer.head_dim) + indexer.top_k * (weights.num_heads + weights.head_dim)
+        return max(1, _ROWS_VALUES_AT_ONCE // max(1, each))
 
     def _queries_at_once(self, row: PromptRow) -> int:
         """Tokens of a prompt whose scores, and whose own choice of entries, are in memory together."""

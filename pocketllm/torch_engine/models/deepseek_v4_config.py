@@ -16,6 +16,7 @@ from pocketllm.torch_engine.models.decoder_spec import only, read_scaling, unsup
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _BY_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}  # as config.json of the first checkpoints spells layer_types and compress_rates at once
 _EXPERTS = ("hash_moe", "moe")
+_MOST_ITERATIONS = 1000
 _EXPERT_DTYPES = (None, "fp4", "fp8", "bf16", "bfloat16")  # a tensor's own type says it too
 # What the model computes. A key that is left out means this too.
 _ONLY: dict[str, Any] = {
@@ -85,6 +86,8 @@ class DeepseekV4Config:
             raise bad(checkpoint, "o_groups", counts["o_groups"], f"a divisor of num_attention_heads = {counts['num_attention_heads']}")
         if counts["num_experts_per_tok"] > counts["n_routed_experts"]:
             raise bad(checkpoint, "num_experts_per_tok", counts["num_experts_per_tok"], f"at most n_routed_experts = {counts['n_routed_experts']}")
+        if counts["hc_sinkhorn_iters"] > _MOST_ITERATIONS:  # nothing else in the file bounds them
+            raise bad(checkpoint, "hc_sinkhorn_iters", counts["hc_sinkhorn_iters"], f"at most {_MOST_ITERATIONS}")
         layers = _layers(checkpoint, counts["num_hidden_layers"], counts["head_dim"])
         has_indexer = any(len(layer.widths) == 2 for layer in layers)
         index = [whole(checkpoint, name) for name in ("index_n_heads", "index_head_dim", "index_topk")] if has_indexer else []
