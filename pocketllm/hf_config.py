@@ -48,6 +48,7 @@ _REQUIRED = {
 }
 # Of architectures that read their own keys, those that a plane needs before the model is looked at.
 _REQUIRED_EARLY = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v4"), ("vocab_size", "max_position_embeddings"))
+_ROPE_KINDS = frozenset({"full_attention", "sliding_attention", "main", "compress"})  # of layers, in rope_parameters
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
 # Other names of keys, in architectures that are not listed here. The first that is there counts.
@@ -171,15 +172,23 @@ def _is_positive(value: Any) -> bool:
 
 
 def _normalize_rope(config: dict[str, Any], path: Path) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_mapping(config.get(key), key, path)
     parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict):
+        for kind in _ROPE_KINDS & parameters.keys():
+            _check_mapping(parameters[kind], f"rope_parameters.{kind}", path)
     if isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys():
         # One rotation for each kind of layer: the layers without a window are the rule, the local ones have keys of their own.
         local = parameters["sliding_attention"] if isinstance(parameters.get("sliding_attention"), dict) else {}
         config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
         config["rope_local_scaling"] = _scaling(local)
         parameters = parameters.get("full_attention")
-    elif isinstance(parameters, dict) and isinstance(parameters.get("main"), dict) and isinstance(parameters.get("compress"), dict):
+    elif isinstance(parameters, dict) and {"main", "compress"} & parameters.keys():
         # DeepSeek-V4: layers that compress their past rotate by another base, and theirs alone is scaled.
+        for kind in ("main", "compress"):
+            if parameters.get(kind) is None:
+                raise ConfigurationError(f"{path} lacks the key rope_parameters.{kind}: download it again.", param="model")
         main, parameters = parameters["main"], parameters["compress"]
         config["rope_theta"] = main.get("rope_theta", config.get("rope_theta"))
         config["compress_rope_theta"] = parameters.get("rope_theta", config.get("compress_rope_theta"))
@@ -195,6 +204,11 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     config["rope_scaling"] = _scaling(parameters)
+
+
+def _check_mapping(value: Any, key: str, path: Path) -> None:
+    if value is not None and not isinstance(value, dict):
+        raise ConfigurationError(f"{path} has {key} = {value!r}, which should be a mapping: download it again.", param="model")
 
 
 def _scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -207,6 +207,10 @@ def test_the_published_ratios(tmp_path: Path) -> None:
     [
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', which is not supported", UnsupportedFeatureError),
         ({"hc_sinkhorn_iters": 10**9}, "has hc_sinkhorn_iters = 1000000000, which should be at most 1000", ConfigurationError),
+        ({"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 10000.0}}}, "lacks the key rope_parameters.compress", ConfigurationError),
+        ({"rope_parameters": {"main": {}, "compress": 4}}, "has rope_parameters.compress = 4, which should be a mapping", ConfigurationError),
+        ({"rope_parameters": [4]}, r"has rope_parameters = \[4\], which should be a mapping", ConfigurationError),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type is one of", UnsupportedFeatureError),
         ({"expert_dtype": "int4"}, "has expert_dtype = 'int4', which is not supported", UnsupportedFeatureError),
         ({"swiglu_limit": 10**400}, "which should be a number above 0", ConfigurationError),
         ({"scoring_func": "sigmoid"}, "has scoring_func = 'sigmoid', which is not supported", UnsupportedFeatureError),

@@ -206,7 +206,7 @@ def read_scaling(checkpoint: Checkpoint, key: str = "rope_scaling") -> Mapping[s
     if scaling is None:
         return None
     kind = scaling.get("rope_type")
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise unsupported(checkpoint, key, f"rope_type is one of {', '.join(ROPE_TYPES)}")
     needed, possible = _ROPE_KEYS[kind]
     for name in scaling:
