@@ -64,12 +64,15 @@ def _steps(build: Path, name: str) -> Any:
     shape, _, kind = name.partition("-")
     with tempfile.TemporaryDirectory(prefix="pocketllm-steps-") as folder:
         table = Path(folder) / "table.json"
-        subprocess.run([build / "pocket_cuda_bench", shape, *(["--float8"] if kind == "fp8" else []), "--table", table], check=True, timeout=150)
+        command: list[str | Path] = [build / "pocket_cuda_bench", shape, "--table", table]
+        if kind == "fp8":
+            command.append("--float8")
+        subprocess.run(command, check=True, timeout=150)
         return json.loads(table.read_text(encoding="utf-8"))
 
 
 def _engine(build: Path, shape: str) -> Any:
-    command = [build / "launcher" / "pocketllm_engine", "bench", "--shape", shape, *_ENGINE]
+    command: list[str | Path] = [build / "launcher" / "pocketllm_engine", "bench", "--shape", shape, *_ENGINE]
     return json.loads(subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True).stdout)
 
 
