@@ -28,8 +28,8 @@ test: $(VENV)/.installed-dev ## run the tests
 lint: $(VENV)/.installed-dev ## run ruff and mypy
 	@scripts/lint.sh
 
-bench: $(VENV)/.installed ## measure prefill and decode; with llama.cpp beside it once scripts/build_llama_cpp.sh ran
-	@$(VENV)/bin/python benchmarks/offline.py $(ARGS)
+bench: $(VENV)/.installed ## measure prefill and decode beside the peers that are installed; llama.cpp too once scripts/build_llama_cpp.sh ran
+	@$(VENV)/bin/pocketllm bench compare $(addprefix --peer ,$(wildcard build/llama.cpp/llama-bench)) $(ARGS)
 
 clean: ## remove the virtual environment, builds and caches
 	rm -rf .venv build dist cpp_engine/build* .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/clients/node/node_modules

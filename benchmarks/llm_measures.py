@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from pocketllm import LLM, EngineArgs, SamplingParams
+from pocketllm.bench.sides.pocketllm_side import SETTLING, greedy, rounds
 from pocketllm.outputs import GenerationOutput
-from pocketllm.token_stream import TokenStream
 
-_SETTLING = 4  # rounds left out once all rows decode: what had queued up meanwhile is read in them
 _MEMORY_POLL = 0.01  # seconds
 _MEMORY_SLICE = 0.5  # seconds
 
@@ -107,7 +106,7 @@ class MeasuredLLM:
     def intervals(self, tokens: int, steps: int) -> list[float]:
         """Seconds between the events of one streamed answer."""
         times = []
-        with self._llm.generate_stream(self.fresh(tokens), _greedy(steps)) as stream:
+        with self._llm.generate_stream(self.fresh(tokens), greedy(steps)) as stream:
             for _event in stream:
                 times.append(time.perf_counter())
         return [after - before for before, after in pairwise(times)]
@@ -162,7 +161,7 @@ class MeasuredLLM:
     def _seconds(self, rows: int, tokens: int, budget: int) -> float:
         prompts = [self.fresh(tokens) for _ in range(rows)]
         start = time.perf_counter()
-        outputs = self._llm.generate(prompts, _greedy(budget))
+        outputs = self._llm.generate(prompts, greedy(budget))
         seconds = time.perf_counter() - start
         _check(outputs, budget)
         return seconds
@@ -170,11 +169,11 @@ class MeasuredLLM:
     def _decode(self, rows: int, tokens: int, budget: int) -> DecodeSample:
         prompts = [self.fresh(tokens) for _ in range(rows)]
         with ExitStack() as stack:
-            streams = [stack.enter_context(self._llm.generate_stream(prompt, _greedy(budget))) for prompt in prompts]
-            marks = list(_rounds(streams))[_SETTLING:]
+            streams = [stack.enter_context(self._llm.generate_stream(prompt, greedy(budget))) for prompt in prompts]
+            marks = list(rounds(streams))[SETTLING:]
             _check([stream.result() for stream in streams], budget)
         if len(marks) < 2:
-            raise RuntimeError(f"the first of {rows} answers of {budget} tokens ended before all of them had been decoding for {_SETTLING + 1} steps")
+            raise RuntimeError(f"the first of {rows} answers of {budget} tokens ended before all of them had been decoding for {SETTLING + 1} steps")
         (began, before), (ended, after) = marks[0], marks[-1]
         return DecodeSample((after - before) / (ended - began), round((after - before) / rows))
 
@@ -199,7 +198,7 @@ class MeasuredLLM:
             watcher.start()
         start = time.perf_counter()
         try:
-            (output,) = self._llm.generate(list(prompt), _greedy(8))
+            (output,) = self._llm.generate(list(prompt), greedy(8))
         finally:
             seconds = time.perf_counter() - start
             ended.set()
@@ -208,32 +207,14 @@ class MeasuredLLM:
         return output, entries, seconds
 
 
-def _answer(rows: int, steps: int) -> int:
-    """Tokens of each answer where decoding is measured: as prompts are computed in turn, the last row may begin some `rows` steps after the first."""
-    return steps + rows + _SETTLING
-
-
-def _rounds(streams: Sequence[TokenStream]) -> Iterator[tuple[float, int]]:
-    """Read one event of every stream in turn: the clock after each round, and the tokens so far. Until a round in which a stream ends, that one included.
-
-    The first round ends with the first token of the row that begins last. Steps that have queued up in a stream come as one event.
-    """
-    total, has_ended = 0, False
-    while not has_ended:
-        for stream in streams:
-            event = next(stream)
-            total += len(event.token_ids)
-            has_ended |= event.finish_reason is not None
-        yield time.perf_counter(), total
-
-
-def _greedy(budget: int) -> SamplingParams:
-    return SamplingParams(max_tokens=budget, temperature=0.0)
-
-
 def _check(outputs: Sequence[GenerationOutput], budget: int) -> None:
     for output in outputs:
         if len(output.token_ids) != budget:
             raise RuntimeError(f"an answer of {budget} tokens ended after {len(output.token_ids)}: measure a checkpoint without EOS")
         if output.usage.cached_tokens:
             raise RuntimeError(f"a prompt drawn afresh hit the prefix cache with {output.usage.cached_tokens} tokens: the sample is not a prefill")
+
+
+def _answer(rows: int, steps: int) -> int:
+    """Tokens of each answer where decoding is measured: as prompts are computed in turn, the last row may begin some `rows` steps after the first."""
+    return steps + rows + SETTLING

@@ -16,33 +16,29 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from llm_measures import MeasuredLLM
 from random_gguf import write_random_gguf
 
 from arguments import positive
-from hardware import ROOT, describe_code, describe_hardware, physical_cores, slug
-from limits import measure_limits, token_costs
-from peers import LlamaCpp, PeerError, Workload
+from native_cpu_table import BATCH, CONTEXT, PREFILL, STEPS, table
 from pocketllm import PocketLLMError
+from pocketllm.bench.hardware import describe_code, describe_hardware, physical_cores, slug
+from pocketllm.bench.limits import best_of, decode_ceiling, measure_limits, prefill_ceiling, token_costs
+from pocketllm.bench.sides.base import Spec
+from pocketllm.bench.sides.llama_bench_side import LlamaBenchSide
+from pocketllm.checkpoint import open_checkpoint
 from random_checkpoint import SHAPES, random_model
 from transformers_peer import TransformersPeer
-
-_PREFILL, _CONTEXT, _STEPS, _BATCH = 512, 128, 32, 8  # tokens, but for the last: rows
-_MEASURES = {
-    "prefill": f"prefill {_PREFILL}",
-    "decode": f"decode, batch 1, after {_CONTEXT}",
-    "decode_batch": f"decode, batch {_BATCH}, after {_CONTEXT}",
-}
+from tree import ROOT
 
 
 def main() -> int:
     options = _parse()
     try:
         return _run(options)
-    except (PocketLLMError, PeerError) as error:
+    except PocketLLMError as error:
         print(f"native_cpu: {error}", file=sys.stderr)
         return 2
 
@@ -54,16 +50,16 @@ def _run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pocketllm-gguf-", dir=options.scratch) as folder:
         gguf = Path(folder) / f"{options.shape}-bf16.gguf"
         write_random_gguf(gguf, options.shape)
-        costs = token_costs(gguf)
-        limits = [measure_limits(threads)]
-        peer = LlamaCpp(options.peer, gguf, threads)
-        args = {"backend": "cpp", "max_batch_size": _BATCH, "max_model_len": 1024, "enable_prefix_caching": False, "backend_options": {"num_threads": threads}}
+        costs = token_costs(open_checkpoint(directory))
+        limits = [measure_limits("cpu", threads)]
+        peer = LlamaBenchSide(Spec(gguf, threads=threads), options.peer)
+        args = {"backend": "cpp", "max_batch_size": BATCH, "max_model_len": 1024, "enable_prefix_caching": False, "backend_options": {"num_threads": threads}}
         ours = MeasuredLLM(directory, "cpu", args, options.seed)
         theirs = TransformersPeer(directory, "cpu", options.seed)
         sides: dict[str, Callable[[], dict[str, float]]] = {
             "pocketllm": lambda: _ours(ours),
             "llama.cpp": lambda: _llama_cpp(peer),
-            "transformers": lambda: {"prefill": theirs.prefill(1, _PREFILL, 1)[0]},
+            "transformers": lambda: {"prefill": theirs.prefill(1, PREFILL, 1)[0]},
         }
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for number in range(options.rounds):
@@ -71,11 +67,11 @@ def _run(options: argparse.Namespace) -> int:
                 samples[name].append(measure())
                 text = ", ".join(f"{key} {value:.1f}" for key, value in samples[name][-1].items())
                 print(f"round {number + 1}/{options.rounds} {name}: {text}", file=sys.stderr, flush=True)
-        limits.append(measure_limits(threads))
+        limits.append(measure_limits("cpu", threads))
         capabilities = ours.capabilities
         ours.close()
-    best = {key: max(one[key] for one in limits) for key in limits[0]}
-    ceilings = {"prefill": best["bf16_flops_per_s"] / costs["prefill_flops_per_token"], "decode": best["read_bytes_per_s"] / costs["file_bytes_per_token"]}
+    best = best_of(limits)
+    ceilings = {"prefill": prefill_ceiling(best, costs), "decode": decode_ceiling(best, costs)}
     report = {
         "benchmark": "native_cpu",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -94,39 +90,21 @@ def _run(options: argparse.Namespace) -> int:
     output = options.output or ROOT / "benchmarks" / "results" / slug(hardware) / "native_cpu.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(_table(report))
+    print(table(report))
     print(f"\nWritten to {output}")
     return 0
 
 
 def _ours(llm: MeasuredLLM) -> dict[str, float]:
     return {
-        "prefill": llm.prefill(1, _PREFILL, 1)[0],
-        "decode": llm.decode(1, _CONTEXT, _STEPS, 1)[0].rate,
-        "decode_batch": llm.decode(_BATCH, _CONTEXT, _STEPS, 1)[0].rate,
+        "prefill": llm.prefill(1, PREFILL, 1)[0],
+        "decode": llm.decode(1, CONTEXT, STEPS, 1)[0].rate,
+        "decode_batch": llm.decode(BATCH, CONTEXT, STEPS, 1)[0].rate,
     }
 
 
-def _llama_cpp(peer: LlamaCpp) -> dict[str, float]:
-    found = peer.measure(Workload(_PREFILL, _STEPS, _BATCH, 16, 16))
-    return {"prefill": found["prefill"], "decode": found["decode"]}
-
-
-def _table(report: dict[str, Any]) -> str:
-    medians, ceilings = report["medians"], report["ceilings"]
-    lines = ["| tokens/s, median | PocketLLM | llama.cpp | ratio | transformers | ratio | limit | of the limit |", "|---|---|---|---|---|---|---|---|"]
-    for key, title in _MEASURES.items():
-        ours, limit = medians["pocketllm"][key], ceilings.get(key)
-        cells = [title, f"{ours:,.1f}"]
-        for name in ("llama.cpp", "transformers"):
-            peer = medians[name].get(key)
-            cells += ["-", "-"] if peer is None else [f"{peer:,.1f}", f"{ours / peer:.2f}x"]
-        cells += ["-", "-"] if limit is None else [f"{limit:,.1f}", f"{ours / limit:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    batch = medians["pocketllm"]["decode_batch"] / medians["pocketllm"]["decode"]
-    read, multiplied = report["limits"]["read_bytes_per_s"] / 1e9, report["limits"]["bf16_flops_per_s"] / 1e9
-    lines += ["", f"Decoding {_BATCH} rows gives {batch:.2f} times as many tokens as one. Reads {read:.1f} GB/s, bf16 products {multiplied:,.0f} GFLOP/s."]
-    return "\n".join(lines)
+def _llama_cpp(peer: LlamaBenchSide) -> dict[str, float]:
+    return {"prefill": peer.prefill(1, PREFILL).rate, "decode": peer.decode(1, 0, STEPS).rate}
 
 
 def _parse() -> argparse.Namespace:

@@ -14,20 +14,19 @@ import shlex
 import statistics
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from arguments import positive
-from hardware import ROOT, describe_code, describe_hardware, slug
 from load_generator import Load, LoadError, LoadGenerator
+from pocketllm.bench.hardware import describe_code, describe_hardware, package_version, slug
 from serving_process import ServingProcess
+from serving_table import BUSY, SIDES, table
+from tree import ROOT
 
 _LOADS = (Load(1, 1000, 50), Load(8, 100, 20), Load(64, 100, 50), Load(64, 320, 320), Load(64, 500, 500), Load(64, 1000, 1000))
-_SIDES = ("pocketllm", "bare")
-_BUSY = 0.9  # share of its core from which on the client may be what limits the figure
 _PACKAGES = ("uvicorn", "starlette", "h11", "httptools", "uvloop")
 
 
@@ -51,11 +50,11 @@ def _run(options: argparse.Namespace) -> int:
     samples: list[dict[str, Any]] = []
     try:
         for rate in sorted({load.rate for load in loads}):
-            for side in _SIDES:
+            for side in SIDES:
                 servers[side, rate] = ServingProcess(_command(side, rate), server_core)
         for number in range(options.rounds):
             for load in loads:
-                for side in _SIDES if number % 2 == 0 else _SIDES[::-1]:
+                for side in SIDES if number % 2 == 0 else SIDES[::-1]:
                     sample = _measure(servers[side, load.rate], load, options, seed=number)
                     samples.append({"round": number + 1, "load": load.name, "side": side, **sample})
                     print(f"round {number + 1}/{options.rounds} {load.name} {side}: {_line(sample)}", file=sys.stderr)
@@ -66,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         "benchmark": "serving",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
-        "code": describe_code() | {name: _version(name) for name in _PACKAGES},
+        "code": describe_code() | {name: package_version(name) for name in _PACKAGES},
         "hardware": describe_hardware(),
         "load_average": {"before": load_before, "after": psutil.getloadavg()},
         "settings": {"rounds": options.rounds, "seconds": options.seconds, "warm_up": options.warm_up, "server_core": server_core, "client_core": client_core},
@@ -76,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     output = options.output or ROOT / "benchmarks" / "results" / slug(report["hardware"]) / "serving.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n")
-    print(_table(report))
+    print(table(report))
     print(f"\nWritten to {output}")
     return 0
 
@@ -112,46 +111,21 @@ def _measure(server: ServingProcess, load: Load, options: argparse.Namespace, se
 
 
 def _summary(load: Load, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = {side: [one for one in samples if one["side"] == side and one["load"] == load.name] for side in _SIDES}
+    rows = {side: [one for one in samples if one["side"] == side and one["load"] == load.name] for side in SIDES}
     keys = ("tokens_per_s", "tokens_per_event", "first_token_p50_ms", "first_token_p99_ms", "server_cpu_us_per_token", "server_cpu_share", "client_cpu_share")
     added = [ours["first_token_p50_ms"] - bare["first_token_p50_ms"] for ours, bare in zip(rows["pocketllm"], rows["bare"], strict=True)]
     return {
         "streams": load.streams,
         "tokens_per_s_a_stream": load.rate,
         "offered_tokens_per_s": load.offered,
-        **{side: {key: _spread([one[key] for one in rows[side]]) for key in keys} for side in _SIDES},
+        **{side: {key: _spread([one[key] for one in rows[side]]) for key in keys} for side in SIDES},
         "added_first_token_p50_ms": _spread(added),
-        "client_may_limit": [side for side in _SIDES if any(one["client_cpu_share"] > _BUSY for one in rows[side])],
+        "client_may_limit": [side for side in SIDES if any(one["client_cpu_share"] > BUSY for one in rows[side])],
     }
 
 
 def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def _table(report: dict[str, Any]) -> str:
-    lines = [
-        "| load | server | tokens/s carried | tokens an event | CPU us/token | CPU share | first token p50, ms | p99, ms | added p50, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in report["summary"].items():
-        for side in _SIDES:
-            one = row[side]
-            added = _range(row["added_first_token_p50_ms"], 2) if side == "pocketllm" else "-"
-            lines.append(
-                f"| {name} | {side} | {_range(one['tokens_per_s'], 0)} | {one['tokens_per_event']['median']:.1f} | {_range(one['server_cpu_us_per_token'], 1)} "
-                f"| {one['server_cpu_share']['median']:.0%} | {_range(one['first_token_p50_ms'], 2)} | {_range(one['first_token_p99_ms'], 2)} | {added} |"
-            )
-    lines += [
-        "",
-        f"{report['hardware']['cpu']}, one core for the server and one for the clients, {report['settings']['rounds']} alternating rounds, "
-        f"medians (min to max), commit {report['code']['commit']}.",
-    ]
-    for name, row in report["summary"].items():
-        if row["client_may_limit"]:
-            sides = " and ".join(row["client_may_limit"])
-            lines.append(f"At {name} the clients used more than {_BUSY:.0%} of their core against {sides}: they may be the limit.")
-    return "\n".join(lines)
 
 
 def _line(sample: dict[str, Any]) -> str:
@@ -160,17 +134,6 @@ def _line(sample: dict[str, Any]) -> str:
         f"first token {sample['first_token_p50_ms']:.2f} ms (p99 {sample['first_token_p99_ms']:.2f}), "
         f"CPU server {sample['server_cpu_share']:.0%} client {sample['client_cpu_share']:.0%}"
     )
-
-
-def _range(side: dict[str, float], digits: int) -> str:
-    return f"{side['median']:,.{digits}f} ({side['min']:,.{digits}f} to {side['max']:,.{digits}f})"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

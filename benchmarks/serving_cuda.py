@@ -25,12 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from arguments import json_object, positive
-from hardware import ROOT, describe_code, describe_gpu, describe_hardware
-from http_streams import HttpStreams, Stream
 from load_generator import LoadError
+from pocketllm.bench.endpoint import Endpoint
+from pocketllm.bench.exchange import Answer, read_answer
+from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware
+from pocketllm.bench.load import run_client, run_load
+from pocketllm.bench.workload import Arrivals, Ask
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
+from serving_cuda_table import table
 from serving_process import ServingProcess
+from tree import ROOT
 
 
 class Report:
@@ -79,7 +84,7 @@ def main() -> int:
         print(f"serving_cuda: {error}", file=sys.stderr)
         return 2
     report.add("end", is_complete=True)
-    print("\n" + _table(options, offline, served))
+    print("\n" + table(options.streams, options.prompt, options.answer, offline, served))
     print(f"\nWritten to {options.out / 'serving_cuda.json'}")
     return 0
 
@@ -148,8 +153,8 @@ def _served(options: argparse.Namespace, report: Report) -> dict[str, Any]:
 
         def load(name: str, count: int, seed: int) -> None:
             cpu = server.cpu_seconds()
-            streams = HttpStreams(server.url, _prompts(options, count, seed), options.answer, options.streams, options.patience).run()
-            served[name] = {**_summary(streams), "server_cpu_s": server.cpu_seconds() - cpu}
+            answers = _answers(server.url, _prompts(options, count, seed), options)
+            served[name] = {**_summary(answers), "server_cpu_s": server.cpu_seconds() - cpu}
             report.add(f"served: {name}", served=served)
             print(f"          {_short(served[name])}", flush=True)
 
@@ -164,11 +169,24 @@ def _served(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     return served
 
 
-def _summary(streams: Sequence[Stream]) -> dict[str, float]:
-    tokens, events = sum(stream.tokens for stream in streams), sum(len(stream.event_times) for stream in streams)
-    seconds = max(stream.ended_at for stream in streams) - min(stream.sent_at for stream in streams)
-    first = sorted(stream.event_times[0] - stream.sent_at for stream in streams)
-    gaps = sorted(after - before for stream in streams for before, after in pairwise(stream.event_times))
+def _answers(url: str, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Answer]:
+    """What came back for each prompt. Raises LoadError where one did not end well."""
+    asks = [Ask(prompt, len(prompt), options.answer) for prompt in prompts]
+    exchanges, _ = run_client(run_load(Endpoint(url, "completions"), asks, Arrivals(concurrency=options.streams), timeout=options.patience))
+    answers = []
+    for exchange in exchanges:
+        answer = read_answer(exchange)
+        if isinstance(answer, str):
+            raise LoadError(f"a request ended with: {answer}")
+        answers.append(answer)
+    return answers
+
+
+def _summary(answers: Sequence[Answer]) -> dict[str, float]:
+    tokens, events = sum(answer.completion_tokens or 0 for answer in answers), sum(len(answer.events) for answer in answers)
+    seconds = max(answer.ended_at for answer in answers) - min(answer.sent_at for answer in answers)
+    first = sorted(answer.events[0] - answer.sent_at for answer in answers)
+    gaps = sorted(after - before for answer in answers for before, after in pairwise(answer.events))
     return {
         "tokens_per_s": tokens / seconds,
         "tokens": float(tokens),
@@ -184,24 +202,6 @@ def _summary(streams: Sequence[Stream]) -> dict[str, float]:
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _table(options: argparse.Namespace, offline: dict[str, Any], served: dict[str, Any]) -> str:
-    lines = [
-        f"| {options.streams} streams of {options.prompt} + {options.answer} tokens | tokens/s | offline | of it | first token p50, ms | p99 "
-        "| inter-token p50, ms | p90 | p99 | p99 / p50 | largest | tokens an event |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in served.items():
-        rate, reference = row["tokens_per_s"], offline.get(name.partition(" ")[0])
-        p50, p99 = row["inter_token_p50_ms"], row["inter_token_p99_ms"]
-        beside = "- | -" if reference is None else f"{reference:,.0f} | {rate / reference:.0%}"
-        lines.append(
-            f"| {name} | {rate:,.0f} | {beside} | {row['first_token_p50_ms']:.0f} | {row['first_token_p99_ms']:.0f} "
-            f"| {p50:.2f} | {row['inter_token_p90_ms']:.2f} | {p99:.2f} | {f'{p99 / p50:.2f}' if p50 else '-'} "
-            f"| {row['inter_token_max_ms']:.1f} | {row['tokens_per_event']:.2f} |"
-        )
-    return "\n".join(lines)
 
 
 def _flags(values: dict[str, Any]) -> list[str]:

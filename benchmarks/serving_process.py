@@ -11,8 +11,8 @@ from typing import IO
 
 import psutil
 
-from hardware import ROOT
 from load_generator import LoadError
+from tree import ROOT
 
 _READY = re.compile(r"is ready at (http://\S+)")
 

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from arguments import json_object, positive
+from compiled_kernels import CompiledKernels
 from cuda_table import table
-from hardware import ROOT, describe_code, describe_gpu, describe_hardware, gpu_slug
+from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
+from tree import ROOT
 
 SECTIONS = ("checkpoints", "limits", "ours-bf16", "ours-fp8", "peer", "long", "profile-bf16", "profile-fp8")
 
@@ -104,19 +106,22 @@ def _weights(options: argparse.Namespace) -> list[str]:
 
 
 def _limits(options: argparse.Namespace, rows: Rows) -> None:
-    from cuda_limits import ceilings, measure_cuda_limits, token_costs
+    from cuda_limits import ceilings, measure_cuda_limits
+    from pocketllm.bench.limits import token_costs
+    from pocketllm.checkpoint import open_checkpoint
 
     limits = measure_cuda_limits(options.device)
     rows.add("limits", "device", **limits)
     for weights in _weights(options):
-        costs = token_costs(_directory(options, weights))
+        costs = token_costs(open_checkpoint(_directory(options, weights)))
         rows.add("limits", weights, **costs, **ceilings(limits, costs))
 
 
 def _ours(options: argparse.Namespace, rows: Rows) -> None:
     section, weights = options.section, options.section.partition("-")[2]
+    kernels = CompiledKernels()
     ours, workload = _open(options, weights)
-    rows.add(section, "load", seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
+    rows.add(section, "load", compiled_kernels=len(kernels.take()), seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
     for batch, tokens in workload.prompts:
         _rate(rows, section, f"prefill {_name(batch, tokens)}", ours.prefill(batch, tokens, workload.samples))
     for batch, tokens, steps in workload.decodes:
@@ -130,6 +135,7 @@ def _ours(options: argparse.Namespace, rows: Rows) -> None:
     for length in (7, workload.context // 16):  # the peer is asked for the same
         prompt = ours.fresh(length)
         rows.add(section, "first_logprobs", prompt=prompt, top=ours.first_logprobs(prompt))
+    rows.add(section, "compiled after loading", kernels=kernels.take())
     rows.add(section, "memory", **_memory())
     ours.close()
 

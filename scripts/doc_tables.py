@@ -11,16 +11,21 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pocketllm.backends.base import Capabilities
-from pocketllm.config import EngineArgs, ServerArgs
+from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
+from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
 from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))  # it runs as a module too
+
+import performance_tables  # noqa: E402
 
 
-def option_table(cls: type[EngineArgs] | type[ServerArgs]) -> str:
+def option_table(cls: type[Any]) -> str:
     """Flag, default and meaning of each field of an options class."""
     rows = []
     for option in dataclasses.fields(cls):
@@ -62,11 +67,17 @@ def feature_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine-flags": ("docs/cli.md", lambda: option_table(EngineArgs)),
     "server-flags": ("docs/cli.md", lambda: option_table(ServerArgs)),
+    "supervisor-flags": ("docs/cli.md", lambda: option_table(SupervisorArgs)),
+    "bench-latency-flags": ("docs/benchmarks.md", lambda: option_table(LatencyBenchArgs)),
+    "bench-throughput-flags": ("docs/benchmarks.md", lambda: option_table(ThroughputBenchArgs)),
+    "bench-serve-flags": ("docs/benchmarks.md", lambda: option_table(ServeBenchArgs)),
+    "bench-compare-flags": ("docs/benchmarks.md", lambda: option_table(CompareBenchArgs)),
     "features": ("docs/request-fields.md", feature_table),
     "chat-fields": ("docs/request-fields.md", lambda: field_table("chat")),
     "chat-refusals": ("docs/request-fields.md", lambda: refusal_table("chat")),
     "completions-fields": ("docs/request-fields.md", lambda: field_table("completions")),
     "completions-refusals": ("docs/request-fields.md", lambda: refusal_table("completions")),
+    **performance_tables.TABLES,
 }
 
 

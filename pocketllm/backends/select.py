@@ -14,6 +14,7 @@ from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.fp8_config import quantization_obstacle
+from pocketllm.parallel.shards import check_shards
 
 # Whose modules run architectures without a file here; the bounds are those of the extra in pyproject.toml.
 TRANSFORMERS_MAJORS = frozenset({"5"})
@@ -54,10 +55,9 @@ def refuse_options(args: EngineArgs) -> None:
     Raises:
         UnsupportedFeatureError: `param` names the option.
     """
-    if args.tensor_parallel_size > 1:
+    if args.tensor_parallel_size > 1 and args.device.startswith("cuda:"):
         raise UnsupportedFeatureError(
-            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported yet: one device runs the whole model. Leave it out.',
-            param="tensor_parallel_size",
+            f'"device" = {args.device!r} names one GPU, and "tensor_parallel_size" = {args.tensor_parallel_size} takes as many: send "cuda".', param="device"
         )
     if args.speculative_method is not None:
         raise UnsupportedFeatureError(
@@ -82,14 +82,25 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
     """
     refuse_options(args)
+    check_shards(args, checkpoint)
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
     cpp = verdicts["cpp"]
     if args.backend == "cpp" and not cpp.runs:
         raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {cpp.reason}. Send "torch", or leave it out.', param="backend")
     if args.backend == "cpp" or (args.backend == "auto" and cpp.runs and not _asks_for_torch(args)):
+        if args.tensor_parallel_size > 1:
+            raise UnsupportedFeatureError(
+                f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported on the cpp plane yet: send backend "torch".', param="backend"
+            )
         from pocketllm.backends.cpp import CppBackend
 
         return CppBackend(args, checkpoint)
+    if args.tensor_parallel_size > 1 and checkpoint.architecture not in TORCH_ARCHITECTURES:
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported for {checkpoint.architecture}: transformers\' modules compute on one '
+            "device. Leave it out.",
+            param="tensor_parallel_size",
+        )
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
     from pocketllm.backends.torch import TorchBackend
@@ -156,4 +167,4 @@ def _cpp_obstacle(checkpoint: Checkpoint) -> str | None:
 def _asks_for_torch(args: EngineArgs) -> bool:
     """Whether "auto" has a reason for the torch plane besides the checkpoint: the native module computes on the CPU, and GPUs are torch's so far."""
     wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and _NVIDIA_DRIVER.exists())
-    return wants_gpu or not CPP_OPTIONS.issuperset(args.backend_options)
+    return wants_gpu or args.tensor_parallel_size > 1 or not CPP_OPTIONS.issuperset(args.backend_options)

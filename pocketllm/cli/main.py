@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from pocketllm import __version__
-from pocketllm.cli import chat, serve
+from pocketllm.cli import bench, chat, serve
 from pocketllm.cli.options import Parser, add_options, given_options, refuse_unknown
-from pocketllm.config import EngineArgs, ServerArgs
+from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.errors import PocketLLMError
 
 _DESCRIPTION = """\
@@ -20,6 +20,7 @@ PocketLLM runs language models on the hardware you have.
   pocketllm serve      an OpenAI-compatible HTTP server on port 8000
   pocketllm chat       a conversation in the terminal
   pocketllm inspect    what a checkpoint is, and what would run it
+  pocketllm bench      how fast an engine or a server is, with the limit beside it
 
 Each works without any option, on a small embedded model. Add --model for your own: a directory, a file, or a Hugging Face repo id.
 """
@@ -38,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsers = _parsers()
         arguments, unknown = parsers[""].parse_known_args(argv)
-        refuse_unknown(parsers[arguments.command or ""], unknown)
-        if arguments.command is None:
-            parsers[""].print_help()
+        name = " ".join(word for word in (arguments.command, getattr(arguments, "measure", None)) if word)
+        refuse_unknown(parsers[name], unknown)
+        if name in ("", "bench"):
+            parsers[name].print_help()
             return 2
-        return {"serve": serve.run, "chat": chat.run, "inspect": _inspect}[arguments.command](arguments)
+        return {"serve": serve.run, "chat": chat.run, "inspect": _inspect, "bench": bench.run}[arguments.command](arguments)
     except PocketLLMError as error:
         print(f"pocketllm: error: {' '.join(error.message.split())}", file=sys.stderr)
         return 2
@@ -61,6 +63,7 @@ def _parsers() -> dict[str, Parser]:
     serving = commands.add_parser("serve", help="serve a model over HTTP", description="An OpenAI-compatible HTTP server.", epilog=serve.EXAMPLES)
     add_options(serving, ServerArgs, "server")
     add_options(serving, EngineArgs, "engine")
+    add_options(serving, SupervisorArgs, "ranks of a model that several devices share")
 
     chatting = commands.add_parser("chat", help="talk to a model", description="A conversation in the terminal.", epilog=chat.EXAMPLES)
     chat.add_arguments(chatting)
@@ -75,7 +78,9 @@ def _parsers() -> dict[str, Parser]:
     inspecting.add_argument("--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="the same, as a flag")
     inspecting.add_argument("--model-format", default=argparse.SUPPRESS, metavar="FORMAT", help="auto, safetensors or gguf [auto]")
     inspecting.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    return {"": top, "serve": serving, "chat": chatting, "inspect": inspecting}
+
+    benching = commands.add_parser("bench", usage="pocketllm bench MEASURE [options]", help="measure an engine or a server", description=bench.DESCRIPTION)
+    return {"": top, "serve": serving, "chat": chatting, "inspect": inspecting, "bench": benching, **bench.add_commands(benching)}
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

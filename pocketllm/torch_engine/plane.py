@@ -24,8 +24,11 @@ from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache, S
 from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.models.registry import HYBRIDS, kv_sizes, model_class
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.ranked_runner import LeadingRunner
 from pocketllm.torch_engine.runner import Runner
 from pocketllm.torch_engine.scheduler import Scheduler
+from pocketllm.torch_engine.share import ALONE, Share
 from pocketllm.torch_engine.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class Order:
         context_length: that was asked for, or that the model was made for.
         progress: told what was done.
         check_open: called now and then; raises to end the load.
+        group: the ranks that share the model, or None for one.
     """
 
     args: EngineArgs
@@ -73,6 +77,20 @@ class Order:
     context_length: int
     progress: ProgressCallback
     check_open: Callable[[], None]
+    group: RankGroup | None = None
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds."""
+        return ALONE if self.group is None else self.group.share
+
+    def agreed(self, number: int) -> int:
+        """The least of what the ranks have found each for itself, so that all decide alike."""
+        return number if self.group is None else self.group.least(number)
+
+    def led(self, runner: Runner) -> Runner:
+        """The runner that the engine uses."""
+        return LeadingRunner(runner, self.group) if self.group is not None and self.share.index == 0 else runner
 
     def build_model(self, device: Device) -> Model:
         """The model on `device`.
@@ -107,14 +125,15 @@ class CacheShape:
     state: StateShape | None = None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool) -> CacheShape:
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool, share: Share = ALONE) -> CacheShape:
         """keeps_ring: the convolution's inputs are kept as layers/state_cache.py says of a GPU."""
-        num_layers, kv_heads, head_dim = kv_sizes(checkpoint)
+        num_layers, all_kv_heads, head_dim = kv_sizes(checkpoint)
+        kv_heads = all_kv_heads // share.size
         read = HYBRIDS.get(checkpoint.architecture)
         if read is None:
             return cls(num_layers, kv_heads, head_dim, dtype)
         hybrid = read(checkpoint)
-        state, kernel = hybrid.delta_net.state_shape, hybrid.delta_net.conv_kernel
+        state, kernel = hybrid.delta_net.dealt_out(share).state_shape, hybrid.delta_net.conv_kernel
         return cls(hybrid.num_attention_layers, kv_heads, head_dim, dtype, hybrid.num_state_layers, replace(state, conv_tail=kernel) if keeps_ring else state)
 
     def needs(self, args: EngineArgs, context_length: int, max_rows: int, chunk_tokens: int) -> CacheNeeds:
@@ -171,22 +190,23 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
     torch.set_num_threads(num_threads)  # of this thread alone
     dtype = _cpu_dtype(args.dtype)
     kv_dtype = dtype or default_dtype() if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
-    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=False)
+    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=False, share=order.share)
     chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
     needs = shape.needs(args, order.context_length, args.max_batch_size or _CPU_ROWS, chunk)
     if (explicit := args.kv_cache_bytes) is None:
-        plan = plan_caches(needs, psutil.virtual_memory().available // 4, fills=False, remedy="free some memory, set kv_cache_memory")
+        free = order.agreed(psutil.virtual_memory().available) // order.share.size
+        plan = plan_caches(needs, free // 4, fills=False, remedy="free some memory, set kv_cache_memory")
     else:
         check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
     log_limits(args, needs, plan, "a quarter of the free memory")
     with torch.inference_mode():
-        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0))
+        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0, order.group))
         cache = shape.build(plan, torch.device("cpu"))
     scheduler = build_scheduler(args, plan, shape.state is not None, chunk, None)
-    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads)
+    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads, order.group)
     details = {**describe(model, cache, plan), "num_threads": num_threads}
-    return Plane(scheduler, runner, "cpu", plan.context_length, plan.max_rows, chunk > 0, details)
+    return Plane(scheduler, order.led(runner), "cpu", plan.context_length, plan.max_rows, chunk > 0, details)
 
 
 def check_explicit(args: EngineArgs, asked: int, room: int, where: str) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pocketllm.checkpoint import Checkpoint
-from pocketllm.errors import ConfigurationError
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.quant.fp8 import BlockScales, dequantize_fp8
 from pocketllm.torch_engine.quant.gguf_blocks import dequantize
+from pocketllm.torch_engine.share import joined
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FP8_TYPE = "F8_E4M3"
@@ -65,6 +67,65 @@ class StoredTensor:
         assert self.values is not None
         assert self.scales is None
         return self.values.to(device).to(dtype)
+
+    def rows(self, parts: Sequence[range]) -> StoredTensor:
+        """Some of its rows (places in the first dimension), as one rank holds them; one run of them is a view, and the others are not read.
+
+        Raises:
+            UnsupportedFeatureError: a run begins or ends within a block of FP8 that shares a scale.
+        """
+        runs = joined(parts)
+        if runs == [range(self.shape[0])]:
+            return self
+        scales = None
+        if self.scales is not None:
+            height = self.scales.block[0]
+            self._check_cuts(runs, self.shape[0], height, "rows")
+            blocks_of_rows = [slice(run.start // height, -(-run.stop // height)) for run in runs]
+            scales = BlockScales(_one([self.scales.values[part] for part in blocks_of_rows]), self.scales.block)
+        places = [slice(run.start, run.stop) for run in runs]
+        return StoredTensor(
+            _part_name(self.name, runs),
+            self.type,
+            (sum(map(len, runs)), *self.shape[1:]),
+            None if self.blocks is None else self.blocks[places[0]] if len(places) == 1 else np.concatenate([self.blocks[part] for part in places]),
+            None if self.values is None else _one([self.values[part] for part in places]),
+            scales,
+        )
+
+    def columns(self, parts: Sequence[range]) -> StoredTensor:
+        """Some columns of a matrix, likewise.
+
+        Raises:
+            UnsupportedFeatureError: a run begins or ends within a block of columns that share a scale.
+        """
+        runs = joined(parts)
+        if runs == [range(self.shape[1])]:
+            return self
+        scales, blocks, values = None, None, None
+        places = [slice(run.start, run.stop) for run in runs]
+        if self.blocks is not None:
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
+            self._check_cuts(runs, self.shape[1], per_block, "columns")
+            in_bytes = [slice(run.start // per_block * block_bytes, run.stop // per_block * block_bytes) for run in runs]
+            blocks = np.concatenate([self.blocks[:, part] for part in in_bytes], axis=1)
+        if self.scales is not None:
+            width = self.scales.block[1]
+            self._check_cuts(runs, self.shape[1], width, "columns")
+            blocks_of_columns = [slice(run.start // width, -(-run.stop // width)) for run in runs]
+            scales = BlockScales(_one([self.scales.values[:, part] for part in blocks_of_columns], 1), self.scales.block)
+        if self.values is not None:
+            values = _one([self.values[:, part] for part in places], 1)
+        return StoredTensor(_part_name(self.name, runs), self.type, (self.shape[0], sum(map(len, runs))), blocks, values, scales)
+
+    def _check_cuts(self, runs: Sequence[range], end: int, block: int, what: str) -> None:
+        for place in (place for run in runs for place in (run.start, run.stop)):
+            if place % block and place != end:
+                raise UnsupportedFeatureError(
+                    f"Tensor {self.name} is {self.type} in blocks of {block} {what}, and the ranks would cut it at {place}: "
+                    "send another tensor_parallel_size, or use an unquantized checkpoint.",
+                    param="tensor_parallel_size",
+                )
 
     def select_rows(self, order: torch.Tensor) -> StoredTensor:
         """The same tensor with its rows (indices of the first dimension) in another order, or some of them; blocks run along rows, so they move whole."""
@@ -221,6 +282,15 @@ class Weights:
             return tensor
         except (SafetensorError, OSError) as error:
             raise ConfigurationError(f"Tensor {name} of {file} can't be read ({error}): download the file again.", param="model") from error
+
+
+def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _part_name(name: str, runs: Sequence[range]) -> str:
+    """A part is another tensor, for whoever keeps tensors by their names."""
+    return f"{name}[{','.join(f'{run.start}:{run.stop}' for run in runs)}]"
 
 
 def _as_float(data: np.ndarray, tensor_type: str) -> torch.Tensor:

@@ -166,7 +166,7 @@ def _route_kernel(scores, weights, chosen, num_experts, TOP_K: tl.constexpr, NOR
         tl.store(chosen + token * TOP_K + number, tl.minimum(place, num_experts - 1))  # of values that are no numbers too: an expert that there is
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_blocks"])
 def _sort_kernel(
     chosen, pairs, block_experts, total, num_blocks, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def _sort_kernel(
             written += tl.sum(is_own.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _gate_up_kernel(
     x, x_stride, weight, out, pairs, block_experts, total, N, K,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -239,7 +239,7 @@ def _gate_up_kernel(
         tl.store(out + pair.to(tl.int64)[:, None] * N + columns[None, :], y.to(out.dtype.element_ty), mask=has_row & has_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _down_kernel(
     x, weight, out, pairs, block_experts, total, N, K,
     TOP_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

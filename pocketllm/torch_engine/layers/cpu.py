@@ -19,7 +19,11 @@ from pocketllm.torch_engine.layers.linear import Biased, Linear, build_head, bui
 from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
 from pocketllm.torch_engine.layers.state_cache import HybridCache
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.share import ALONE
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
+
+Sum = Callable[[torch.Tensor], torch.Tensor]  # over the ranks
 
 
 class CpuDevice:
@@ -29,21 +33,25 @@ class CpuDevice:
         dtype: compute dtype, as layers/linear.py describes them. None is the native kernels where they suit the model, else the most
             exact of the fast ones.
         native_threads: threads of the native kernels; 0 is without them.
+        group: the ranks that share the model, or None for one.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, native_threads: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, native_threads: int = 0, group: RankGroup | None = None) -> None:
         self.device = torch.device("cpu")
-        self.dtype, self._native_threads = dtype, native_threads
+        self.share = ALONE if group is None else group.share
+        self.dtype, self._native_threads, self._group = dtype, native_threads, group
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> CpuLayers:
         if not self._native_threads:
             obstacle: str | None = "turned off"
+        elif self._group is not None:
+            obstacle = "not made for several ranks"
         elif head is None:
             obstacle = "not made for layers of linear attention"
         else:
             obstacle = "used by dtype auto only" if self.dtype is not None else unsuited(list(linears), head, head_dim)
         team = Team(self._native_threads) if obstacle is None else None
-        return CpuLayers(self.dtype or (torch.float32 if team is not None else default_dtype()), team, obstacle or "in use")
+        return CpuLayers(self.dtype or (torch.float32 if team is not None else default_dtype()), team, obstacle or "in use", self._group)
 
 
 class CpuLayers:
@@ -53,9 +61,11 @@ class CpuLayers:
         compute_dtype: of the products; the residual stream and the logits are float32 under each.
         team: threads of the native products, or None for torch's.
         native_kernels: why there are none, or that they are used.
+        group: the ranks that share the model, or None for one.
     """
 
-    def __init__(self, compute_dtype: torch.dtype, team: Team | None, native_kernels: str) -> None:
+    def __init__(self, compute_dtype: torch.dtype, team: Team | None, native_kernels: str, group: RankGroup | None = None) -> None:
+        self._sum: Sum = _unchanged if group is None else lambda part: group.sum(part.float())
         self.compute_dtype, self.team, self.native_kernels = compute_dtype, team, native_kernels
         self._activations = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
 
@@ -74,11 +84,11 @@ class CpuLayers:
         return CpuProjection(self._norm(norm, self._activations), self._linear(matrix))
 
     def addition(self, matrix: StoredMatrix, norm: Norm | None = None) -> CpuAddition:
-        return CpuAddition(self._linear(matrix), None if norm is None else self._norm(norm, torch.float32), self._activations)
+        return CpuAddition(self._linear(matrix), None if norm is None else self._norm(norm, torch.float32), self._activations, self._sum)
 
     def feed_forward(self, norm: Norm, stored: StoredFeedForward | StoredExperts, norm_after: Norm | None = None) -> CpuFeedForward:
         inner = self._gated(stored) if isinstance(stored, StoredFeedForward) else self._mixture(stored)
-        return CpuFeedForward(self._norm(norm, self._activations), inner, None if norm_after is None else self._norm(norm_after, torch.float32))
+        return CpuFeedForward(self._norm(norm, self._activations), inner, None if norm_after is None else self._norm(norm_after, torch.float32), self._sum)
 
     def attention(self, spec: AttentionSpec) -> CpuAttention:
         return CpuAttention(spec, self._activations)
@@ -108,6 +118,10 @@ class CpuLayers:
         return SharedExpert(mixture, self._gated(stored.shared), stored.shared_gate)
 
 
+def _unchanged(part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
 class CpuProjection:
     """See device.Projection."""
 
@@ -122,12 +136,12 @@ class CpuProjection:
 class CpuAddition:
     """See device.Addition."""
 
-    def __init__(self, linear: Linear, norm: RMSNorm | None, activations: torch.dtype) -> None:
-        self.linear, self._norm, self._activations = linear, norm, activations
+    def __init__(self, linear: Linear, norm: RMSNorm | None, activations: torch.dtype, total: Sum) -> None:
+        self.linear, self._norm, self._activations, self._sum = linear, norm, activations, total
         self.num_bytes = linear.num_bytes
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        output = self.linear(x.to(self._activations))
+        output = self._sum(self.linear(x.to(self._activations)))
         hidden += output if self._norm is None else self._norm(output.float())
 
 
@@ -136,12 +150,12 @@ class CpuFeedForward:
 
     is_capturable = False
 
-    def __init__(self, norm: RMSNorm, inner: TokenWise, norm_after: RMSNorm | None) -> None:
-        self.norm, self.inner, self._norm_after = norm, inner, norm_after
+    def __init__(self, norm: RMSNorm, inner: TokenWise, norm_after: RMSNorm | None, total: Sum) -> None:
+        self.norm, self.inner, self._norm_after, self._sum = norm, inner, norm_after, total
         self.num_bytes = inner.num_bytes
 
     def add(self, hidden: torch.Tensor) -> None:
-        output = self.inner(self.norm(hidden))
+        output = self._sum(self.inner(self.norm(hidden)))
         hidden += output if self._norm_after is None else self._norm_after(output.float())
 
 

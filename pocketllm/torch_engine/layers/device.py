@@ -17,6 +17,7 @@ from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.share import Share
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
 
 AnyBatch = Batch | DeviceBatch
@@ -120,7 +121,10 @@ class Mixer(Protocol):
 
 
 class Head(Protocol):
-    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32."""
+    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32.
+
+    Of a model that several ranks share, those on a CPU get the logits of their own ids, Share.nearly(vocab_size), and those on GPUs all.
+    """
 
     num_bytes: int
 
@@ -166,10 +170,12 @@ class Device(Protocol):
     Attributes:
         device: of the weights and caches.
         dtype: compute dtype, as the device describes it; None leaves the choice to the model.
+        share: what of a model this rank holds. Parts whose matrices hold some of the columns sum their products over the ranks.
     """
 
     device: torch.device
     dtype: torch.dtype | None
+    share: Share
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> Layers:
         """The builder for a model; its matrices may decide how the device computes, where the model's kind lets it choose."""

@@ -86,6 +86,7 @@ class GpuLinear:
         dtype: of x and y.
 
     Attributes:
+        num_rows: of W.
         single: the only piece, where there is one without blocks and without a bias, else None.
     """
 
@@ -98,6 +99,7 @@ class GpuLinear:
         is_plain = not any(isinstance(part, GgufWeight) for part in parts)
         self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight) else None
         self._folds_norm = is_plain
+        self.num_rows = self._ends[-1]
         self.num_bytes = sum(part.num_bytes for part in parts) + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ import psutil
 
 import pocketllm
 
-ROOT = Path(__file__).resolve().parent.parent
+_SOURCE = Path(pocketllm.__file__).resolve().parent.parent
 
 # Instruction sets that decide which CPU kernels can run; names as /proc/cpuinfo spells them on x86 and ARM.
 _FLAGS = (
@@ -89,11 +89,19 @@ def gpu_slug(gpu: dict[str, Any]) -> str:
 def describe_code() -> dict[str, Any]:
     """Commit of this tree (with "-dirty" when files differ from it) and versions of what was measured."""
     return {
-        "commit": _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "not a git checkout",
+        "commit": _commit() or "not a git checkout",
         "python": sys.version.split()[0],
         "pocketllm": pocketllm.__version__,
-        **{name: metadata.version(name) for name in ("torch", "numpy", "gguf", "tokenizers")},
+        **{name: package_version(name) for name in ("torch", "numpy", "gguf", "tokenizers")},
     }
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def peak_rss(pid: int | str = "self") -> int | None:
@@ -116,8 +124,11 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _git(*arguments: str) -> str | None:
-    return _run("git", "-C", str(ROOT), *arguments)  # None without git, or in a tree without history: the caller says so in the result
+def _commit() -> str | None:
+    """None without git, and where the package is no checkout of its own: installed below another project's, say."""
+    if _run("git", "-C", str(_SOURCE), "rev-parse", "--show-toplevel") != str(_SOURCE):
+        return None
+    return _run("git", "-C", str(_SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def _run(*command: str) -> str | None:
