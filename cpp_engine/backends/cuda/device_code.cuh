@@ -17,7 +17,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // Brings a line into the multiprocessor's own cache; `from` is aligned to 16 bytes.
 __device__ __forceinline__ void touch(const float* from) {
-    float4 unused;
+    [[maybe_unused]] float4 unused;
     asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(unused.x), "=f"(unused.y), "=f"(unused.z), "=f"(unused.w) : "l"(from));
 }
 
