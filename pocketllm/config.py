@@ -21,6 +21,7 @@ from pocketllm.protocol.features import Surface
 BackendName = Literal["auto", "torch", "cpp"]
 ModelFormat = Literal["auto", "safetensors", "gguf"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ExpertsDevice = Literal["auto", "cpu", "gpu"]
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -58,6 +59,11 @@ class EngineArgs:
         "KV cache size, such as 512MiB or 2GiB [room for max_batch_size full contexts, at most a quarter of free memory, on a GPU 95%]",
         metavar="SIZE",
     )
+    routed_experts_device: ExpertsDevice = option(
+        "auto",
+        "experts of DeepSeek-V4: gpu loads all; cpu keeps them in the mapped file, those in use in a cache; auto loads all that half of memory holds",
+    )
+    routed_experts_memory: int | str | None = option(None, "size of the cache of routed experts, such as 16GiB [half of free memory]", metavar="SIZE")
     speculative_method: str | None = option(None, "speculative decoding method")
     speculative_tokens: int = option(0, "tokens a speculative step proposes", minimum=0)
     seed: int | None = option(None, "makes requests without a seed of their own repeatable in order of arrival", minimum=0)
@@ -73,6 +79,13 @@ class EngineArgs:
         validate_options(self)
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
+        if self.routed_experts_memory is not None:
+            parse_size(self.routed_experts_memory, "routed_experts_memory")
+            if self.routed_experts_device == "gpu":
+                raise ConfigurationError(
+                    '"routed_experts_memory" is the size of a cache, and "routed_experts_device" = "gpu" loads all experts: leave one of them out.',
+                    param="routed_experts_memory",
+                )
         if self.tensor_parallel_rank >= self.tensor_parallel_size:
             raise ConfigurationError(
                 f'"tensor_parallel_rank" = {self.tensor_parallel_rank} is not below "tensor_parallel_size" = {self.tensor_parallel_size}.',
@@ -90,6 +103,11 @@ class EngineArgs:
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_memory` in bytes, or None when the engine is to decide."""
         return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory, "kv_cache_memory")
+
+    @property
+    def routed_experts_bytes(self) -> int | None:
+        """`routed_experts_memory` in bytes, or None when the engine is to decide."""
+        return None if self.routed_experts_memory is None else parse_size(self.routed_experts_memory, "routed_experts_memory")
 
 
 @dataclass(frozen=True)

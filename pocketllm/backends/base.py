@@ -171,7 +171,11 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and running totals since load, read at any time from any thread."""
+    """Gauges and running totals since load, read at any time from any thread.
+
+    `expert_lookups` counts the routed experts that steps needed, `expert_hits` those of them that were in memory, and `expert_bytes` is what lies there;
+    all 0 where no experts stay in their file.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -181,6 +185,9 @@ class EngineStats:
     generated_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    expert_lookups: int = 0
+    expert_hits: int = 0
+    expert_bytes: int = 0
 
 
 ProgressCallback = Callable[[LoadProgress], None]

@@ -19,6 +19,7 @@ from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 
 if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
+    from pocketllm.torch_engine.layers.expert_cache import ExpertCache
     from pocketllm.torch_engine.plane import Plane
     from pocketllm.torch_engine.rank_group import RankGroup
     from pocketllm.torch_engine.runner import Runner
@@ -43,6 +44,7 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
+        self._experts: ExpertCache | None = None
         self._options = _Options.read(args)
         self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
@@ -97,6 +99,7 @@ class TorchBackend(Backend):
             prefix_caching=self._args.enable_prefix_caching,
             details=dict(plane.details),
         )
+        self._experts = plane.experts
         return plane.scheduler, plane.runner
 
     def _load_plane(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Plane, RankGroup | None]:
@@ -135,7 +138,10 @@ class TorchBackend(Backend):
         return self._engine.health()
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.stats()
+        stats = EngineStats() if self._engine is None else self._engine.stats()
+        if (experts := self._experts) is None:
+            return stats
+        return replace(stats, expert_lookups=experts.lookups, expert_hits=experts.hits, expert_bytes=experts.num_bytes)
 
     def _say_death(self, reason: str) -> None:
         if self.on_death is not None:

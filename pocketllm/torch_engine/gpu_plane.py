@@ -17,9 +17,11 @@ from pocketllm.backends.base import EngineRequest, LoadProgress
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
+from pocketllm.torch_engine.cache_shape import CacheShape, cache_shape
+from pocketllm.torch_engine.expert_placement import expert_cache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
-from pocketllm.torch_engine.plane import DTYPES, CacheShape, Order, Plane, build_scheduler, check_explicit, describe, log_limits
+from pocketllm.torch_engine.plane import DTYPES, Order, Plane, build_scheduler, check_explicit, describe, log_limits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.step_shape import StepShape, captured_shapes, chunk_beside_answers
 
@@ -112,9 +114,10 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         torch.cuda.set_stream(torch.cuda.Stream(device))
         torch.backends.cuda.matmul.allow_tf32 = False
         _check_weights_fit(order, device, dtype)
-    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=True, share=order.share)
+    shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=True, share=order.share)
     with torch.inference_mode(), _memory_is_enough(order, device):
-        model = order.build_model(GpuDevice(device, dtype, order.group))
+        experts = expert_cache(args, order.checkpoint, dtype, _memory(device)[0], on_gpu=True)
+        model = order.build_model(GpuDevice(device, dtype, order.group, experts))
         chunk, step_bytes = _choose_chunk(order, model, shape, device)
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
         captures = cuda_graphs and is_cuda and model.is_capturable
@@ -139,9 +142,9 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         if shapes:
             _capture(order, runner, shapes)
     beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
-    scheduler = build_scheduler(args, plan, shape.state is not None, chunk, beside)
-    details = {**describe(model, cache, plan), "cuda_graphs": _describe_shapes(shapes)}
-    return Plane(scheduler, order.led(runner), str(device), plan.context_length, plan.max_rows, chunk > 0, details)
+    scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, beside)
+    details = {**describe(model, cache, plan, experts), "cuda_graphs": _describe_shapes(shapes)}
+    return Plane(scheduler, order.led(runner), str(device), plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
 def _shapes(order: Order, max_rows: int, chunk: int) -> list[StepShape]:

@@ -14,7 +14,6 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, DrawnTokens
 from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.layers.attention import KVCache
-from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
@@ -41,7 +40,7 @@ class GpuRunner:
         self.vocab_size = model.vocab_size
         self.device = cache.device
         self.runs_ahead = True
-        self._is_hybrid = isinstance(cache, HybridCache)
+        self._is_hybrid = cache.states is not None
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=self.device)
         self._written: dict[int, tuple[list[int], int]] = {}  # by slot: the row's blocks, and how many of them the table has
         self._last_ids = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)  # by slot; the last is nobody's
@@ -82,7 +81,7 @@ class GpuRunner:
     def launch(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy]) -> GpuFlight:
         """See runner.Runner."""
         if copies:
-            assert isinstance(self.cache, HybridCache)
+            assert self.cache.states is not None
             self.cache.states.run(copies)
         self._write_tables(step)
         order = sorted(range(len(step)), key=lambda place: step[place].num_tokens != 1)  # decoding rows first

@@ -10,7 +10,6 @@ import torch
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
-from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import MaskSource, Words
 from pocketllm.torch_engine.models.model import Model
@@ -61,7 +60,7 @@ class ModelRunner:
             are not finite without sampling.
         """
         if copies:
-            assert isinstance(self.cache, HybridCache)
+            assert self.cache.states is not None
             self.cache.states.run(copies)
         batch = build_batch(step, self.block_size, self.cache.dtype)
         # A native step has its own threads; OpenMP's, which spin for milliseconds after each operator, would take their cores.

@@ -11,15 +11,20 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pocketllm.checkpoint import Checkpoint
+from pocketllm.checkpoint import Checkpoint, TensorInfo
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine.quant.fp4 import GROUP, dequantize_fp4
 from pocketllm.torch_engine.quant.fp8 import BlockScales, dequantize_fp8
 from pocketllm.torch_engine.quant.gguf_blocks import dequantize
 from pocketllm.torch_engine.share import joined
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ID_TYPES = ("I64", "I32")
 _FP8_TYPE = "F8_E4M3"
 _FP8_BLOCK = (128, 128)
+FP4_TYPE = "FP4"  # of two values in each byte, which safetensors has no word for
+_PACKED_TYPES = ("I8", "F4")
+_POWERS_TYPE = "F8_E8M0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,11 @@ class StoredTensor:
 
     Args:
         name: as the file spells it.
-        type: "F32", "F16", "BF16", "F8_E4M3", or a GGUF block type such as "Q4_1".
+        type: "F32", "F16", "BF16", "F8_E4M3", "FP4", or a GGUF block type such as "Q4_1".
         shape: in torch's order.
         blocks: uint8 [*shape[:-1], bytes of a row] of a block type, else None.
-        values: the tensor of a float type, else None.
-        scales: what "F8_E4M3" values are multiplied by, else None.
+        values: the tensor of a float type; of "FP4" int8 with two values a byte, [rows, columns / 2]; else None.
+        scales: what "F8_E4M3" and "FP4" values are multiplied by, else None.
     """
 
     name: str
@@ -59,7 +64,10 @@ class StoredTensor:
         else:
             assert self.values is not None
             assert self.scales is not None
-            dequantize_fp8(self.values, self.scales, out)
+            if self.type == FP4_TYPE:
+                dequantize_fp4(self.values, self.scales.values, out)
+            else:
+                dequantize_fp8(self.values, self.scales, out)
         return out
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -133,6 +141,11 @@ class StoredTensor:
         values = None if self.values is None else self.values[order]
         scales = None if self.scales is None else self.scales.select_rows(order)
         return StoredTensor(self.name, self.type, (order.numel(), *self.shape[1:]), blocks, values, scales)
+
+    def part(self, place: int) -> StoredTensor:
+        """One of the matrices that a tensor of three dimensions stacks."""
+        blocks = None if self.blocks is None else self.blocks[place]
+        return StoredTensor(f"{self.name}[{place}]", self.type, self.shape[1:], blocks, None if self.values is None else self.values[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +223,13 @@ class Weights:
         Raises:
             ConfigurationError: it is missing, or its shape is another.
         """
-        stored = self._gguf_name(name) if self._checkpoint.gguf is not None else name
-        info = self._infos.get(stored)
-        if info is None:
-            raise ConfigurationError(f"{self._checkpoint.path} lacks the tensor {stored}: download or convert the model again.", param="model")
-        if info.shape != shape:
-            raise ConfigurationError(
-                f"Tensor {stored} of {self._checkpoint.path} has the shape {list(info.shape)} where the model's config asks for {list(shape)}: "
-                "the file and its config do not belong together.",
-                param="model",
-            )
-        self._left.discard(stored)
+        info = self._take(name, shape)
+        stored = info.name
         if self._checkpoint.gguf is None:
-            scales = self._take_scales(stored, shape) if info.type == _FP8_TYPE else None
+            if info.type in _PACKED_TYPES:
+                packed = self._read(info.file, stored).view(torch.int8)
+                return StoredTensor(stored, FP4_TYPE, shape, None, packed, self._take_scales(stored, FP4_TYPE, shape, (1, GROUP)))
+            scales = self._take_scales(stored, _FP8_TYPE, shape, _FP8_BLOCK) if info.type == _FP8_TYPE else None
             return StoredTensor(stored, info.type, shape, None, self._read(info.file, stored), scales)
         data = self._checkpoint.gguf.tensors[stored].data
         if info.type in _FLOAT_TYPES:
@@ -234,6 +241,28 @@ class Weights:
                 param="model",
             )
         return StoredTensor(stored, info.type, shape, data.reshape(*shape[:-1], -1), None)
+
+    def take_ids(self, name: str, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        """The tensor `name` of whole numbers in [0, count), as int64.
+
+        Raises:
+            ConfigurationError: it is missing, its shape or type is another, or a number lies outside.
+        """
+        info = self._take(name, shape)
+        if info.type not in _ID_TYPES:
+            raise ConfigurationError(
+                f"Tensor {info.name} of {self._checkpoint.path} is stored as {info.type}, and is read as {' or '.join(_ID_TYPES)}: download the model again.",
+                param="model",
+            )
+        gguf = self._checkpoint.gguf
+        values = self._read(info.file, info.name) if gguf is None else torch.from_numpy(gguf.tensors[info.name].data.reshape(shape))
+        ids = values.to(torch.int64, copy=True)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            raise ConfigurationError(
+                f"Tensor {info.name} of {self._checkpoint.path} holds numbers outside [0, {count}): the file and its config do not belong together.",
+                param="model",
+            )
+        return ids
 
     def finish(self) -> None:
         """Check that every tensor of the file was taken.
@@ -256,23 +285,44 @@ class Weights:
         if self._checkpoint.gguf is not None:
             self._checkpoint.gguf.release_pages()
 
-    def _take_scales(self, weight: str, shape: tuple[int, ...]) -> BlockScales:
-        name = f"{weight}_scale_inv"
+    def _take(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        stored = self._gguf_name(name) if self._checkpoint.gguf is not None else name
+        info = self._infos.get(stored)
+        if info is None:
+            raise ConfigurationError(f"{self._checkpoint.path} lacks the tensor {stored}: download or convert the model again.", param="model")
+        if self._checkpoint.gguf is None and info.type in _PACKED_TYPES:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if info.shape != shape:
+            raise ConfigurationError(
+                f"Tensor {stored} of {self._checkpoint.path} has the shape {list(info.shape)} where the model's config asks for {list(shape)}: "
+                "the file and its config do not belong together.",
+                param="model",
+            )
+        self._left.discard(stored)
+        return info
+
+    def _take_scales(self, weight: str, kind: str, shape: tuple[int, ...], block: tuple[int, int]) -> BlockScales:
+        """The scales of the blocks of a weight of `kind`, beside it under one of the two names that checkpoints use."""
+        names = (f"{weight}_scale_inv", f"{weight.removesuffix('.weight')}.scale")
+        name = next((name for name in names if name in self._infos), names[0])
         if len(shape) != 2:
             raise ConfigurationError(
-                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE} and no matrix, which has no blocks to scale: use an unquantized checkpoint.",
+                f"Tensor {weight} of {self._checkpoint.path} is {kind} and no matrix, which has no blocks to scale: use an unquantized checkpoint.",
                 param="model",
             )
         info = self._infos.get(name)
-        wanted = tuple(-(-size // block) for size, block in zip(shape, _FP8_BLOCK, strict=True))
-        if info is None or info.shape != wanted:
-            found = "is missing" if info is None else f"has the shape {list(info.shape)}"
+        wanted = tuple(-(-size // one) for size, one in zip(shape, block, strict=True))
+        is_exact = kind != FP4_TYPE or (shape[1] % GROUP == 0 and info is not None and info.type == _POWERS_TYPE)
+        if info is None or info.shape != wanted or not is_exact:
+            kinds = (f" in {info.type}", f" in {_POWERS_TYPE}") if info is not None and kind == FP4_TYPE else ("", "")
+            found = "is missing" if info is None else f"has the shape {list(info.shape)}{kinds[0]}"
             raise ConfigurationError(
-                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE}, and {name} {found} where {list(wanted)} is needed: download the model again.",
+                f"Tensor {weight} of {self._checkpoint.path} is {kind}, and {name} {found} where {list(wanted)}{kinds[1]} is needed: download the model again.",
                 param="model",
             )
         self._left.discard(name)
-        return BlockScales(self._read(info.file, name), _FP8_BLOCK)
+        values = self._read(info.file, name)
+        return BlockScales(values.float() if kind == _FP8_TYPE and info.type == _POWERS_TYPE else values, block)
 
     def _read(self, file: Path, name: str) -> torch.Tensor:
         try:

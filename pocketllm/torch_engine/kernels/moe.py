@@ -105,8 +105,22 @@ def mixture_of_experts(
         inner, down, outer, pairs, block_experts, total, K, N, EVEN_K=N % down_config.block_k == 0,
         BLOCK_N=down_config.block_n, BLOCK_K=down_config.block_k, num_warps=down_config.num_warps, num_stages=down_config.num_stages, **shared,
     )  # fmt: skip
+    return combine(outer, weights, out, add=add_to is not None)
+
+
+def combine(outer: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+    """The weighted sum of what each token's experts gave.
+
+    Args:
+        outer: [T * top_k, K], contiguous, a token's experts one after another.
+        shares: [T, top_k] float32, contiguous.
+        out: [T, K], rows contiguous, which is written, or with `add` added to, and returned.
+    """
+    (T, K), top_k = out.shape, shares.shape[1]
     block = min(1024, triton.next_power_of_2(K))
-    _combine_kernel[(T, triton.cdiv(K, block))](outer, weights, out, out.stride(0), K, TOP_K=top_k, ADD=add_to is not None, BLOCK=block, num_warps=4, **options)
+    _combine_kernel[(T, triton.cdiv(K, block))](
+        outer, shares, out, out.stride(0), K, TOP_K=top_k, ADD=add, BLOCK=block, num_warps=4, **launch_options(out.device)
+    )  # fmt: skip
     return out
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.kernels.activation import gated_activation
 from pocketllm.torch_engine.kernels.attention import paged_decode, paged_prefill
+from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts
 from pocketllm.torch_engine.kernels.gated_delta import delta_decode, delta_prefill
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_rows
 from pocketllm.torch_engine.kernels.heads import prepare_heads
@@ -19,8 +21,9 @@ from pocketllm.torch_engine.kernels.moe import mixture_of_experts
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
-from pocketllm.torch_engine.layers.feed_forward import MixtureOfExperts
-from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.layers.feed_forward import MixExperts, MixtureOfExperts
+from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights, is_fp4
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.rank_group import RankGroup
@@ -39,10 +42,11 @@ class GpuDevice:
         dtype: of weights, products and what flows between layers; the residual stream, sums and logits are float32. Quantized weights stay as
             they are stored.
         group: the ranks that share the model, or None for one.
+        expert_cache: of routed experts, or None for all of them.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: RankGroup | None = None) -> None:
-        self.device, self._group = device, group
+    def __init__(self, device: torch.device, dtype: torch.dtype, group: RankGroup | None = None, expert_cache: ExpertCache | None = None) -> None:
+        self.device, self._group, self.expert_cache = device, group, expert_cache
         self.share = ALONE if group is None else group.share
         self.dtype: torch.dtype | None = dtype
         self._dtype = dtype
@@ -55,7 +59,7 @@ class GpuLayers:
     """See device.Layers and GpuDevice."""
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype, group: RankGroup | None = None) -> None:
-        self._device, self.compute_dtype, self._group = device, compute_dtype, group
+        self._device, self.compute_dtype, self.activations, self._group = device, compute_dtype, compute_dtype, group
         self.native_kernels = "made for the CPU"
         self._weights = GpuWeights(device, compute_dtype)
 
@@ -64,6 +68,16 @@ class GpuLayers:
 
     def embedding(self, table: StoredTensor) -> GpuEmbedding:
         return GpuEmbedding(self._weights, table)
+
+    def linear(self, matrix: StoredMatrix) -> GpuLinear:
+        return self._weights.linear(matrix)
+
+    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+        if not all(is_fp4(tensor) for expert in experts for tensor in expert.linears):
+            return None
+        gate_up = self._weights.fp4_experts([expert.gate_up for expert in experts])
+        down = self._weights.fp4_experts([expert.down for expert in experts])
+        return partial(_mix_fp4, gate_up, down, limit), gate_up.num_bytes + down.num_bytes
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
@@ -90,6 +104,10 @@ class GpuLayers:
 
     def head(self, norm: Norm, matrix: StoredTensor) -> GpuHead:
         return GpuHead(norm, self._weights.linear(StoredMatrix([matrix], [])), self._group)
+
+
+def _mix_fp4(gate_up: Fp4Experts, down: Fp4Experts, limit: float, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    return fp4_experts(x, chosen, shares, gate_up, down, limit)
 
 
 class GpuEmbedding:

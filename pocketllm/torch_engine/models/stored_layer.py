@@ -118,8 +118,8 @@ def take_experts(weights: Weights, prefix: str, experts: Experts, hidden: int, a
             down = weights.take(f"{prefix}experts.down_proj.weight", (count, hidden, size))
         parts = [
             StoredFeedForward(
-                StoredMatrix([_part(tensor, place).rows(own_rows) for tensor in gate_up], []),
-                StoredMatrix([_part(down, place).columns([mine])], []),
+                StoredMatrix([tensor.part(place).rows(own_rows) for tensor in gate_up], []),
+                StoredMatrix([down.part(place).columns([mine])], []),
                 activation,
             )
             for place in range(count)
@@ -135,12 +135,6 @@ def _take_matrix(weights: Weights, prefix: str, shapes: dict[str, tuple[int, int
 def _columns(matrix: StoredMatrix, part: range, share: Share) -> StoredMatrix:
     """The columns of `part`, whose product is one summand of the ranks' sum; the bias is rank 0's to add."""
     return StoredMatrix([tensor.columns([part]) for tensor in matrix.tensors], matrix.biases if share.index == 0 else [])
-
-
-def _part(tensor: StoredTensor, place: int) -> StoredTensor:
-    """One of the matrices that a tensor of three dimensions stacks."""
-    blocks = None if tensor.blocks is None else tensor.blocks[place]
-    return StoredTensor(f"{tensor.name}[{place}]", tensor.type, tensor.shape[1:], blocks, None if tensor.values is None else tensor.values[place])
 
 
 def _half_split_order(num_rows: int, head_dim: int) -> torch.Tensor:
