@@ -48,7 +48,8 @@ def _fact(row: dict[str, Any]) -> str | None:
     if section == "limits" and measure == "device":
         return (
             f"reads {row['read_bytes_per_s'] / 1e12:.2f} TB/s, copies {row['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
-            f"bf16 GEMM {row['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s"
+            f"bf16 GEMM {row['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s one at a time, which prefill's limit is of"
+            + (f", and {row['bf16_sustained_flops_per_s'] / 1e12:.0f} over {row['bf16_sustained_s']:.2f} s" if "bf16_sustained_s" in row else "")
         )
     if section == "limits" and "bytes_per_token" in row:
         return f"{measure}: a token reads {row['bytes_per_token'] / 1e9:.2f} GB and takes {row['prefill_flops_per_token'] / 1e9:.2f} GFLOP of prefill"
@@ -56,6 +57,8 @@ def _fact(row: dict[str, Any]) -> str | None:
         return f"loaded in {row['seconds']:.1f} s"
     if "sample_steps" in row:
         return f"{measure}: {len(row['sample_steps'])} samples of {min(row['sample_steps'])} to {max(row['sample_steps'])} steps"
+    if measure == "compiled after loading":
+        return f"kernels compiled after loading: {', '.join(row['kernels']) or 'none'}"
     if measure == "intervals":
         return f"inter-token p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms"
     if measure == "agreement":

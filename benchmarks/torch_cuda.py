@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import json_object, positive
+from compiled_kernels import CompiledKernels
 from cuda_table import table
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
 from tree import ROOT
@@ -118,8 +119,9 @@ def _limits(options: argparse.Namespace, rows: Rows) -> None:
 
 def _ours(options: argparse.Namespace, rows: Rows) -> None:
     section, weights = options.section, options.section.partition("-")[2]
+    kernels = CompiledKernels()
     ours, workload = _open(options, weights)
-    rows.add(section, "load", seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
+    rows.add(section, "load", compiled_kernels=len(kernels.take()), seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
     for batch, tokens in workload.prompts:
         _rate(rows, section, f"prefill {_name(batch, tokens)}", ours.prefill(batch, tokens, workload.samples))
     for batch, tokens, steps in workload.decodes:
@@ -133,6 +135,7 @@ def _ours(options: argparse.Namespace, rows: Rows) -> None:
     for length in (7, workload.context // 16):  # the peer is asked for the same
         prompt = ours.fresh(length)
         rows.add(section, "first_logprobs", prompt=prompt, top=ours.first_logprobs(prompt))
+    rows.add(section, "compiled after loading", kernels=kernels.take())
     rows.add(section, "memory", **_memory())
     ours.close()
 

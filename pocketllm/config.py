@@ -1,4 +1,4 @@
-"""The engine's and the server's options: two frozen dataclasses, from whose fields the CLI flags are generated."""
+"""The options of the engine, the server and the supervisor: frozen dataclasses, from whose fields the CLI flags are generated."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pocketllm.protocol.features import Surface
 BackendName = Literal["auto", "torch", "cpp"]
 ModelFormat = Literal["auto", "safetensors", "gguf"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ExpertsDevice = Literal["auto", "cpu", "gpu"]
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -50,7 +51,7 @@ class EngineArgs:
     kv_cache_dtype: DType = option("auto", "type of cached keys and values; auto is float32 under float32 compute and on the cpp plane, else a 16-bit type")
     max_batch_size: int | None = option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
     prefill_chunk_tokens: int | None = option(
-        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 448 beside answers]", minimum=0
+        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 320 beside answers]", minimum=0
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike")
     kv_cache_memory: int | str | None = option(
@@ -58,6 +59,11 @@ class EngineArgs:
         "KV cache size, such as 512MiB or 2GiB [room for max_batch_size full contexts, at most a quarter of free memory, on a GPU 95%]",
         metavar="SIZE",
     )
+    routed_experts_device: ExpertsDevice = option(
+        "auto",
+        "experts of DeepSeek-V4: gpu loads all; cpu keeps them in the mapped file, those in use in a cache; auto loads all that half of memory holds",
+    )
+    routed_experts_memory: int | str | None = option(None, "size of the cache of routed experts, such as 16GiB [half of free memory]", metavar="SIZE")
     speculative_method: str | None = option(None, "speculative decoding method")
     speculative_tokens: int = option(0, "tokens a speculative step proposes", minimum=0)
     seed: int | None = option(None, "makes requests without a seed of their own repeatable in order of arrival", minimum=0)
@@ -73,6 +79,13 @@ class EngineArgs:
         validate_options(self)
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
+        if self.routed_experts_memory is not None:
+            parse_size(self.routed_experts_memory, "routed_experts_memory")
+            if self.routed_experts_device == "gpu":
+                raise ConfigurationError(
+                    '"routed_experts_memory" is the size of a cache, and "routed_experts_device" = "gpu" loads all experts: leave one of them out.',
+                    param="routed_experts_memory",
+                )
         if self.tensor_parallel_rank >= self.tensor_parallel_size:
             raise ConfigurationError(
                 f'"tensor_parallel_rank" = {self.tensor_parallel_rank} is not below "tensor_parallel_size" = {self.tensor_parallel_size}.',
@@ -90,6 +103,11 @@ class EngineArgs:
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_memory` in bytes, or None when the engine is to decide."""
         return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory, "kv_cache_memory")
+
+    @property
+    def routed_experts_bytes(self) -> int | None:
+        """`routed_experts_memory` in bytes, or None when the engine is to decide."""
+        return None if self.routed_experts_memory is None else parse_size(self.routed_experts_memory, "routed_experts_memory")
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,40 @@ class ServerArgs:
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             # No header carries such a key, and an empty one would let everybody in. The key itself is not shown.
             raise ConfigurationError('"api_key" is not valid: send at least one character, all of them printable ASCII and none a space.', param="api_key")
+
+
+@dataclass(frozen=True)
+class SupervisorArgs:
+    """How `pocketllm serve` starts and stops the ranks of a model that several devices share. Every field is a flag of `pocketllm serve`.
+
+    Raises:
+        ConfigurationError: an option is unknown, has the wrong type, or is out of range; `param` names it.
+    """
+
+    tensor_parallel_supervisor: bool = option(True, "start and watch all ranks on this machine; off where torchrun or another launcher starts them")
+    tensor_parallel_startup_timeout: float = option(1800.0, "seconds until every rank has to be ready", minimum=0)
+    tensor_parallel_shutdown_timeout: float | None = option(
+        None, "seconds until ranks that were asked to stop are killed [shutdown_timeout and 15 more]", minimum=0
+    )
+    tensor_parallel_master_addr: str = option("127.0.0.1", "address at which ranks meet rank 0")
+    tensor_parallel_master_port: int | None = option(
+        None, "TCP port of rank 0 at which ranks meet [none: they meet in files of the rendezvous directory]", minimum=1
+    )
+    tensor_parallel_rendezvous_dir: str | None = option(
+        None, "directory in which a private one is made for each run, and removed at its end [the system's temporary directory]"
+    )
+
+    def __new__(cls, *_args: Any, **options: Any) -> SupervisorArgs:
+        _refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        validate_options(self)
+        port = self.tensor_parallel_master_port
+        if port is not None and port > 65535:
+            raise ConfigurationError(
+                f'"tensor_parallel_master_port" = {port} is not valid: send a whole number from 1 to 65535.', param="tensor_parallel_master_port"
+            )
 
 
 def parse_size(value: int | str, name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,3 +48,14 @@ def resting_openmp_threads(rest: bool) -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_WAIT_POLICY"]
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Values of those of `names` that are set and not empty, such as a launcher's RANK."""
+    return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment for a child, with `changes`; None takes a variable out."""
+    merged: dict[str, str | None] = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}

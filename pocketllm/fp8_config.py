@@ -15,6 +15,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "weight_block_size": ([128, 128],),
     "scale_fmt": (None, "float", "ue8m0"),  # how the scales were rounded; a tensor's own type says how it is stored
     "dequantize": (False,),
+    "expert_dtype": (None, "fp4", "fp8"),  # a tensor's own type says it too
 }
 _REQUIRED = ("activation_scheme", "weight_block_size")
 _SKIP_LISTS = ("modules_to_not_convert", "ignored_layers")

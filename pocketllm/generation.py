@@ -21,12 +21,12 @@ import numpy as np
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
-from pocketllm.backends.select import refuse_options, select_backend
-from pocketllm.checkpoint import GenerationDefaults, open_checkpoint
+from pocketllm.backends.open import open_backend
+from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
-from pocketllm.hub import resolve_model
 from pocketllm.inbox import Inbox
+from pocketllm.parallel.rank import Rank
 from pocketllm.protocol.features import features
 from pocketllm.protocol.messages import render_role_content
 from pocketllm.protocol.refusals import summary
@@ -95,10 +95,12 @@ class GenerationService:
             ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
         """
         report = progress or _ignore_progress
-        refuse_options(args)
-        path = resolve_model(args.model, report, args.backend)
-        checkpoint = open_checkpoint(path, args.model_format)
-        backend = select_backend(args, checkpoint)
+        if args.tensor_parallel_size > 1 and (rank := Rank.from_environment(args)).index > 0:
+            raise ConfigurationError(
+                f"rank {rank.index} takes no requests: run this on rank 0, and as the others pocketllm serve with --no-tensor-parallel-supervisor.",
+                param="tensor_parallel_rank",
+            )
+        checkpoint, backend = open_backend(args, report)
         tokenizer = load_tokenizer(checkpoint, args.tokenizer)
         chat_template = load_chat_template(checkpoint)
         backend.load(report)
@@ -243,7 +245,7 @@ class GenerationService:
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size
-        if isinstance(prompt, str) and max(ids) < vocab_size:  # the tokenizer's ids are whole numbers
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
             return ids
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:

@@ -246,6 +246,61 @@ def _qwen3_5(keys: GGUFKeys, config: dict[str, Any]) -> None:
     }
 
 
+def _deepseek_v4(keys: GGUFKeys, config: dict[str, Any]) -> None:
+    layers = config["num_hidden_layers"]
+    # The layers that predict further tokens come last, where the file has them.
+    extra = keys.value("nextn_predict_layers", 0) and keys.whole("nextn_predict_layers")
+    if extra and f"blk.{layers - extra}.nextn.eh_proj.weight" in keys.file.tensors:
+        config["num_hidden_layers"] = layers = layers - extra
+    keys.only("expert_gating_func", 4)  # the square root of softplus
+    keys.only("expert_weights_norm", True)
+    keys.only("expert_shared_count", 1)
+    limits = [_same(keys, f"swiglu_clamp_{name}", layers) for name in ("exp", "shexp") if keys.value(f"swiglu_clamp_{name}") is not None]
+    if not limits:
+        keys.real("swiglu_clamp_exp")
+    if len({*limits}) > 1:
+        raise keys.unsupported("swiglu_clamp_shexp", "the same as swiglu_clamp_exp")
+    scaling = config["rope_scaling"]
+    if scaling is not None and "attention_factor" not in scaling:
+        config["rope_scaling"] = {**scaling, "attention_factor": 1.0}
+    config |= {
+        "moe_intermediate_size": _same(keys, "expert_feed_forward_length", layers),
+        "n_routed_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "n_shared_experts": 1,
+        "routed_scaling_factor": keys.real("expert_weights_scale"),
+        "swiglu_limit": limits[0] if limits else None,
+        "scoring_func": "sqrtsoftplus",
+        "q_lora_rank": keys.whole("attention.q_lora_rank"),
+        "sliding_window": keys.whole("attention.sliding_window"),
+        "o_groups": keys.whole("attention.output_group_count"),
+        "o_lora_rank": keys.whole("attention.output_lora_rank"),
+        "compress_ratios": keys.value("attention.compress_ratios"),
+        "compress_rope_theta": keys.real("attention.compress_rope_freq_base"),
+        "rope_theta": keys.real("rope.freq_base"),
+        "qk_rope_head_dim": keys.whole("rope.dimension_count"),
+        "index_n_heads": keys.whole("attention.indexer.head_count"),
+        "index_head_dim": keys.whole("attention.indexer.key_length"),
+        "index_topk": keys.whole("attention.indexer.top_k"),
+        "hc_mult": keys.whole("hyper_connection.count"),
+        "hc_sinkhorn_iters": keys.whole("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": keys.real("hyper_connection.epsilon"),
+        "num_hash_layers": keys.value("hash_layer_count"),
+    }
+
+
+def _same(keys: GGUFKeys, key: str, count: int) -> Any:
+    """A number above 0 that is stored once, or for each of at least `count` layers, all of them the same."""
+    value = keys.value(key)
+    if not isinstance(value, list):
+        return keys.real(key) if isinstance(value, float) else keys.whole(key)
+    if len(value) < count or any(isinstance(one, bool) or not isinstance(one, (int, float)) or not one > 0 for one in value[:count]):
+        raise keys.bad(key, f"a list of {count} numbers above 0")
+    if len({*value[:count]}) > 1:
+        raise keys.unsupported(key, "the same in every layer")
+    return value[0]
+
+
 # model_type -> what it adds to, or corrects in, the numbers that every decoder has
 _READERS: dict[str, Callable[[GGUFKeys, dict[str, Any]], None]] = {
     "llama": _llama,
@@ -255,6 +310,7 @@ _READERS: dict[str, Callable[[GGUFKeys, dict[str, Any]], None]] = {
     "gemma3_text": _gemma3,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,
+    "deepseek_v4": _deepseek_v4,
 }
 
 

@@ -47,7 +47,7 @@ _REQUIRED = {
     ),
 }
 # Of architectures that read their own keys, those that a plane needs before the model is looked at.
-_REQUIRED_EARLY = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), ("vocab_size", "max_position_embeddings"))
+_REQUIRED_EARLY = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v4"), ("vocab_size", "max_position_embeddings"))
 # Keys that must be there too, and may be null.
 _NULLABLE = {"mistral": ("sliding_window",)}
 # Other names of keys, in architectures that are not listed here. The first that is there counts.
@@ -178,6 +178,13 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
         config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
         config["rope_local_scaling"] = _scaling(local)
         parameters = parameters.get("full_attention")
+    elif isinstance(parameters, dict) and isinstance(parameters.get("main"), dict) and isinstance(parameters.get("compress"), dict):
+        # DeepSeek-V4: layers that compress their past rotate by another base, and theirs alone is scaled.
+        main, parameters = parameters["main"], parameters["compress"]
+        config["rope_theta"] = main.get("rope_theta", config.get("rope_theta"))
+        config["compress_rope_theta"] = parameters.get("rope_theta", config.get("compress_rope_theta"))
+        config["rope_main_scaling"] = _scaling(main)
+        parameters = {**parameters, "rope_theta": config["rope_theta"]}
     if not isinstance(parameters, dict):
         parameters = config.get("rope_scaling")
     if not isinstance(parameters, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
-from pocketllm.config import EngineArgs, ServerArgs
+from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
 from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
 
@@ -67,6 +67,7 @@ def feature_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine-flags": ("docs/cli.md", lambda: option_table(EngineArgs)),
     "server-flags": ("docs/cli.md", lambda: option_table(ServerArgs)),
+    "supervisor-flags": ("docs/cli.md", lambda: option_table(SupervisorArgs)),
     "bench-latency-flags": ("docs/benchmarks.md", lambda: option_table(LatencyBenchArgs)),
     "bench-throughput-flags": ("docs/benchmarks.md", lambda: option_table(ThroughputBenchArgs)),
     "bench-serve-flags": ("docs/benchmarks.md", lambda: option_table(ServeBenchArgs)),

@@ -11,7 +11,7 @@ namespace pocket {
 struct QwenEngineOptions {
     std::string device = "auto";                            // "cpu", "cuda", "cuda:N", or the best that is linked and there
     std::string dtype = "auto";                             // of the weights: "float32", "bfloat16", "float16", or as stored
-    std::string kv_cache_dtype = "auto";                    // "float32", "bfloat16", "float16", or the device's default
+    std::string kv_cache_dtype = "auto";                    // "float32", "bfloat16", "float16", or the device's default, beside float32 weights float32
     int max_model_len = 0;                                  // tokens of prompt and answer; 0 is what the model was made for, or what fits
     int max_batch_size = 0;                                 // most running requests; 0 is 8, or fewer where their states would leave too little to the KV cache
     std::size_t kv_cache_memory = 0;                        // bytes of keys, values and states; 0 is room for all rows, at most a quarter of free memory

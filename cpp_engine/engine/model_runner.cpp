@@ -1,6 +1,7 @@
 #include "engine/model_runner.h"
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 #include <string>
 
@@ -12,10 +13,16 @@ namespace pocket {
 namespace {
 
 constexpr int token_granularity = 256;      // room for steps grows by this many tokens
+constexpr int graph_rows = 8;               // graphs are made for 1, 2, 4 and 8 rows, then for every eight more
+constexpr int graph_blocks = 32;            // and for so many blocks a row, or a power of two of them
 constexpr int logits_at_once = 64;          // tokens, which bounds the memory of logits()
 constexpr std::size_t alignment = 64;       // bytes, of each layer's cache and each array of a step
 
 std::size_t align(std::size_t num_bytes) { return (num_bytes + alignment - 1) / alignment * alignment; }
+
+int padded_rows_of(int num_rows) {
+    return num_rows < graph_rows ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(num_rows))) : (num_rows + graph_rows - 1) / graph_rows * graph_rows;
+}
 
 }  // namespace
 
@@ -23,7 +30,8 @@ ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, 
     : device_(device), model_(model), shape_(shape), slot_bytes_(slot_bytes(model)) {
     allocate_kv(kv_cache_dtype);
     allocate_states();
-    reserve(max_step_tokens, shape.num_row_slots);
+    has_graphs_ = device.capture([] {}) != nullptr;
+    reserve(max_step_tokens, padded_rows_of(shape.num_row_slots));
     try_step();
 }
 
@@ -73,11 +81,13 @@ void ModelRunner::reserve(int num_tokens, int num_samples) {
     if (num_tokens <= max_tokens_ && num_samples <= max_samples_) return;
     if (num_tokens > max_tokens_) max_tokens_ = (num_tokens + token_granularity - 1) / token_granularity * token_granularity;
     max_samples_ = std::max(max_samples_, num_samples);
-    model_.reserve(max_tokens_, shape_.num_row_slots, max_samples_);
+    graphs_.clear();
+    model_.reserve(max_tokens_, padded_rows_of(shape_.num_row_slots), max_samples_);
 }
 
 // Rows in `order`, those that compute one token first. `samples_all`: logits are wanted of every token, else of the last of each row that samples.
-Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all) {
+// With `padded_rows` all rows decode and sample, and rows that stand for none fill the step up; block tables are at least `padded_blocks` wide.
+Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all, int padded_rows, int padded_blocks) {
     Step step;
     step.num_rows = static_cast<int>(order.size());
     for (const std::size_t place : order) {
@@ -90,6 +100,12 @@ Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size
         step.max_length = std::max(step.max_length, row.num_computed_tokens + count);
         const int num_blocks = (row.num_computed_tokens + count + shape_.block_size - 1) / shape_.block_size;
         step.max_blocks = std::max(step.max_blocks, num_blocks);
+    }
+    const auto num_real = order.size();
+    if (padded_rows > 0) {
+        step.num_rows = step.num_decode = step.num_tokens = step.num_samples = padded_rows;
+        step.max_blocks = std::max(step.max_blocks, padded_blocks);
+        step.max_length = step.max_blocks * shape_.block_size;
     }
     const auto tokens = static_cast<std::size_t>(step.num_tokens), num_rows = static_cast<std::size_t>(step.num_rows);
     const auto width = static_cast<std::size_t>(step.max_blocks);
@@ -104,7 +120,7 @@ Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size
     const std::size_t sample_tokens = make_room(static_cast<std::size_t>(step.num_samples));
     inputs_.assign(total, 0);
     std::size_t token = 0, sample = sample_tokens;
-    for (std::size_t index = 0; index < num_rows; ++index) {
+    for (std::size_t index = 0; index < num_real; ++index) {
         const RunRow& row = rows[order[index]];
         inputs_[row_starts + index] = static_cast<std::int32_t>(token);
         for (std::size_t place = 0; place < row.token_ids.size(); ++place, ++token) {
@@ -120,10 +136,17 @@ Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size
         std::copy_n(row.block_table.begin(), std::min(width, row.block_table.size()), inputs_.data() + block_tables + index * width);
         inputs_[state_slots + index] = row.slot;
     }
+    for (std::size_t index = num_real; index < num_rows; ++index, ++token) {  // of length 0
+        inputs_[row_starts + index] = inputs_[sample++] = static_cast<std::int32_t>(token);
+        inputs_[slot_mapping + token] = inputs_[state_slots + index] = -1;
+    }
     inputs_[row_starts + num_rows] = step.num_tokens;
 
     const std::size_t num_bytes = total * sizeof(std::int32_t);
-    if (!device_inputs_ || device_inputs_->num_bytes() < num_bytes) device_inputs_ = device_.allocate(num_bytes + num_bytes / 2);
+    if (!device_inputs_ || device_inputs_->num_bytes() < num_bytes) {
+        graphs_.clear();
+        device_inputs_ = device_.allocate(num_bytes + num_bytes / 2);
+    }
     device_.upload(device_inputs_->data(), inputs_.data(), num_bytes);
     const auto* base = static_cast<const std::int32_t*>(device_inputs_->data());
     step.token_ids = base + token_ids;
@@ -145,6 +168,8 @@ std::vector<Draw> ModelRunner::run(std::span<const RunRow> rows, std::span<const
     std::size_t num_tokens = 0;
     for (const RunRow& row : rows) num_tokens += row.token_ids.size();
     reserve(static_cast<int>(num_tokens), static_cast<int>(rows.size()));
+    if (has_graphs_ && std::all_of(rows.begin(), rows.end(), [](const RunRow& row) { return row.token_ids.size() == 1 && row.samples; }))
+        return sample(decode(rows, order), rows, order);
     const Step step = upload(rows, order, false);
     const Tensor logits = model_.forward(step, {kv_layers_, state_layers_});
     if (step.num_samples == 0) {
@@ -152,6 +177,30 @@ std::vector<Draw> ModelRunner::run(std::span<const RunRow> rows, std::span<const
         return {};
     }
     return sample(logits, rows, order);
+}
+
+// A size is computed as it is when it is met first, and recorded for the next time.
+Tensor ModelRunner::decode(std::span<const RunRow> rows, std::span<const std::size_t> order) {
+    int num_blocks = graph_blocks;
+    for (const RunRow& row : rows) num_blocks = std::max(num_blocks, row.num_computed_tokens / shape_.block_size + 1);
+    const std::pair<int, int> size = {padded_rows_of(static_cast<int>(rows.size())), static_cast<int>(std::bit_ceil(static_cast<unsigned>(num_blocks)))};
+    const Step step = upload(rows, order, false, size.first, size.second);
+    Tensor logits;
+    if (const auto found = graphs_.find(size); found != graphs_.end()) {
+        found->second.graph->replay();
+        logits = found->second.logits;
+    } else {
+        logits = model_.forward(step, {kv_layers_, state_layers_});
+        record(size, step);
+    }
+    logits.rows = static_cast<std::int64_t>(rows.size());
+    return logits;
+}
+
+void ModelRunner::record(const std::pair<int, int>& size, const Step& step) {
+    Recorded recorded;
+    recorded.graph = device_.capture([&] { recorded.logits = model_.forward(step, {kv_layers_, state_layers_}); });
+    graphs_.emplace(size, std::move(recorded));
 }
 
 std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order) {

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/runner.h"
@@ -32,7 +34,9 @@ private:
     void try_step();
     void copy_states(std::span<const StateCopy> copies);
     void reserve(int num_tokens, int num_samples);
-    Step upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all);
+    Step upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all, int padded_rows = 0, int padded_blocks = 0);
+    Tensor decode(std::span<const RunRow> rows, std::span<const std::size_t> order);
+    void record(const std::pair<int, int>& size, const Step& step);
     std::vector<Draw> sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order);
 
     Device& device_;
@@ -45,6 +49,15 @@ private:
     int max_tokens_ = 0, max_samples_ = 0;                  // that the model has room for
     std::vector<std::int32_t> inputs_;                      // a step's arrays, one behind the other, as they are uploaded
     std::unique_ptr<Buffer> device_inputs_;
+
+    // Steps of rows that all decode, recorded for a number of rows and of blocks a row; smaller ones are padded. They hold addresses of the model and of
+    // device_inputs_, so all go when one of these grows.
+    struct Recorded {
+        std::unique_ptr<Graph> graph;
+        Tensor logits;
+    };
+    bool has_graphs_ = false;
+    std::map<std::pair<int, int>, Recorded> graphs_;
 };
 
 }  // namespace pocket

@@ -54,14 +54,14 @@ DType stored_dtype(const Checkpoint& checkpoint) {
 
 DType weight_dtype(const QwenEngineOptions& options, const Checkpoint& checkpoint) { return dtype_of("dtype", options.dtype, stored_dtype(checkpoint)); }
 
-CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device) {
+CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device, DType weights) {
     CacheOptions wanted;
     wanted.max_model_len = options.max_model_len;
     wanted.max_batch_size = options.max_batch_size;
     wanted.kv_cache_memory = options.kv_cache_memory;
     wanted.prefill_token_budget = options.prefill_chunk_tokens;
     wanted.enable_prefix_caching = options.enable_prefix_caching;
-    wanted.kv_cache_dtype = dtype_of("kv_cache_dtype", options.kv_cache_dtype, device.kv_cache_dtype);
+    wanted.kv_cache_dtype = dtype_of("kv_cache_dtype", options.kv_cache_dtype, weights == DType::float32 ? DType::float32 : device.kv_cache_dtype);
     return wanted;
 }
 
@@ -77,7 +77,7 @@ QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOpt
     device_ = make_device(options.device, options.num_threads);
     model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress);
     const DeviceInfo device = device_->info();
-    const CacheOptions wanted = cache_options(options, device);
+    const CacheOptions wanted = cache_options(options, device, dtype);
     const CachePlan plan = plan_caches(*model_, device, wanted);
     const int step_tokens = options.prefill_chunk_tokens > 0 ? std::min(options.prefill_chunk_tokens, plan.shape.max_model_len) : 512;
     runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots);

@@ -88,6 +88,6 @@ private:
 DType weight_dtype(const QwenEngineOptions& options, const Checkpoint& checkpoint);
 
 // What they ask of the caches on a device. Error(configuration) naming "kv_cache_dtype".
-CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device);
+CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& device, DType weights);
 
 }  // namespace pocket

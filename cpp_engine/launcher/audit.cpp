@@ -119,7 +119,7 @@ private:
             return;
         }
         info.free_memory -= model.weight_bytes();
-        const CachePlan plan = plan_caches(model, info, cache_options(options_, info));
+        const CachePlan plan = plan_caches(model, info, cache_options(options_, info, dtype));
         fact("caches", size_text(static_cast<double>(plan.kv_bytes)) + " of keys and values for " + std::to_string(plan.shape.max_model_len) + " tokens of context and " +
                            std::to_string(plan.shape.num_row_slots) + " rows, " + size_text(static_cast<double>(plan.state_bytes)) + " of states");
         for (const std::string& limit : plan.limits) fact("limit", limit);

@@ -193,7 +193,7 @@ int bench(const Words& words) {
                             {"--scratch", "FOLDER", "where random weights are written until they are loaded [the system's folder for temporary files]"},
                             {"--prefill", "LENGTHS", "prompt lengths to measure [512]"},
                             {"--batch-sizes", "SIZES", "batch sizes to measure decoding at [1,8]"},
-                            {"--context", "N", "tokens of each prompt before decoding [128]"},
+                            {"--context", "LENGTHS", "tokens of each prompt before decoding [128]"},
                             {"--decode-tokens", "N", "tokens to decode in a repeat [32]"},
                             {"--repeats", "N", "repeats that count [3]"},
                             {"--json", "", "print one JSON object with every sample"},
@@ -208,7 +208,8 @@ int bench(const Words& words) {
         throw UsageError{"--shape = " + arguments.text("--shape", "") + " is no shape: there are " + shapes + "."};
     }
     const std::vector<int> lengths = arguments.integers("--prefill", {512}), batch_sizes = arguments.integers("--batch-sizes", {1, 8});
-    const int context = static_cast<int>(arguments.integer("--context", 128, 1, 1 << 24));
+    const std::vector<int> contexts = arguments.integers("--context", {128});
+    const int most_context = *std::max_element(contexts.begin(), contexts.end());
     const int tokens = static_cast<int>(arguments.integer("--decode-tokens", 32, 2, 1 << 20));
     const int repeats = static_cast<int>(arguments.integer("--repeats", 3, 1, 1000));
     QwenEngineOptions options = engine_options(arguments);
@@ -217,7 +218,7 @@ int bench(const Words& words) {
     if (options.max_batch_size == 0) options.max_batch_size = most_rows;
     if (options.max_model_len == 0) {
         const int chunk = options.prefill_chunk_tokens > 0 ? options.prefill_chunk_tokens : std::numeric_limits<int>::max();
-        options.max_model_len = std::max(*std::max_element(lengths.begin(), lengths.end()) + 1, context + tokens + 1 + most_rows * (context / chunk + 2));
+        options.max_model_len = std::max(*std::max_element(lengths.begin(), lengths.end()) + 1, most_context + tokens + 1 + most_rows * (most_context / chunk + 2));
     }
 
     std::optional<RandomCheckpoint> random;
@@ -235,13 +236,15 @@ int bench(const Words& words) {
         throw Error(ErrorKind::configuration, "A batch of " + std::to_string(most_rows) + " rows does not fit: at most " + std::to_string(engine.capabilities().max_slots) + " do. Raise --kv-cache-memory, or lower --batch-sizes.", "batch-sizes");
     }
     // Before and after, since other programs may read too: the larger is nearer to what the memory can do.
-    const auto measure_bandwidth = [&] { return read_bandwidth(std::size_t{1} << 30, engine.config().num_threads, std::max(5, repeats)); };
+    const auto measure_bandwidth = [&] { return device_bandwidth(engine.config().device, engine.config().num_threads, std::max(5, repeats)); };
     double bandwidth = measure_bandwidth();
     std::vector<Measure> measures;
     {
         Bench bench(engine, repeats);
         for (const int length : lengths) measures.push_back(bench.prefill(length));
-        for (const int batch_size : batch_sizes) measures.push_back(bench.decode(batch_size, context, tokens));
+        for (const int context : contexts) {
+            for (const int batch_size : batch_sizes) measures.push_back(bench.decode(batch_size, context, tokens));
+        }
     }
     bandwidth = std::max(bandwidth, measure_bandwidth());
     std::cout << report(what, engine.config(), bandwidth, measures, arguments.has("--json"));

@@ -7,6 +7,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef POCKET_CUDA
+#include "backends/cuda/read_rate.h"
+#endif
+
 namespace pocket::launcher {
 
 namespace {
@@ -54,6 +58,13 @@ double read_bandwidth(std::size_t num_bytes, int num_threads, int repeats) {
     seconds.erase(seconds.begin());
     std::sort(seconds.begin(), seconds.end());
     return static_cast<double>(share * threads * sizeof(std::uint64_t)) / seconds[seconds.size() / 2];
+}
+
+double device_bandwidth(const std::string& device, int num_threads, int repeats) {
+#ifdef POCKET_CUDA
+    if (device.starts_with("cuda:")) return cuda::read_rate(std::stoi(device.substr(5)), std::size_t{4} << 30);
+#endif
+    return read_bandwidth(std::size_t{1} << 30, num_threads, repeats);
 }
 
 }  // namespace pocket::launcher

@@ -35,7 +35,7 @@ Qwen3_5::Qwen3_5(Checkpoint& checkpoint, Device& device, DType dtype, int max_mo
       architecture_(checkpoint.architecture()),
       config_(read_qwen3_5_config(checkpoint)),
       dtype_(dtype),
-      activation_dtype_(device.info().activation_dtype),
+      activation_dtype_(dtype == DType::float32 ? DType::float32 : device.info().activation_dtype),  // exact weights want exact products
       num_rotations_(max_model_len > 0 ? std::min(max_model_len, config_.max_position_embeddings) : config_.max_position_embeddings) {
     Weights weights(checkpoint);
     skip_parts(checkpoint, progress);

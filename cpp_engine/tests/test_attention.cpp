@@ -123,6 +123,13 @@ TEST(head_sizes_and_groups) {
     });
 }
 
+TEST(prompts_of_large_heads) {
+    on_every_device([](Device& device, const std::string& where) {
+        check_rows(device, where, {4, 2, 256, 64}, DType::bfloat16, 16, {{1, 200, 31}, {1, 70, 140}}, 1, 9);
+        check_rows(device, where, {3, 1, 256, 256}, DType::bfloat16, 32, {{128}, {1}, {130}}, 0, 10);
+    });
+}
+
 TEST(contexts_that_are_split_over_threads) {
     on_every_device([](Device& device, const std::string& where) {
         check_rows(device, where, {2, 1, 16, 8}, DType::float32, 16, {{510, 1030, 3}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 70, 1}}, 3, 7);

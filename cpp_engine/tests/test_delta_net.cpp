@@ -97,6 +97,7 @@ TEST(whole_rows_and_pieces_of_every_length) {
 TEST(states_are_carried_between_steps) {
     on_every_device([](Device& device, const std::string& where) {
         check_rows(device, where, {4, 4, 128, 128, 4}, {{10, 67}, {1, 1}, {1, 1}, {33, 1}}, 1, 101);
+        check_rows(device, where, {1, 2, 128, 128, 4}, {{1, 130, 20}, {1, 16, 64}, {1, 1, 2}}, 1, 104);
         check_rows(device, where, {1, 3, 16, 16, 2}, {{5, 1}, {1, 1}, {9, 40}}, 2, 102);
         check_rows(device, where, {2, 2, 64, 32, 6}, {{2, 3}, {1, 1}, {1, 1}, {1, 4}, {20, 1}}, 2, 103);
     });

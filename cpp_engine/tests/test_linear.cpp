@@ -52,12 +52,12 @@ struct Weight {
 };
 
 void check_product(Device& device, const std::string& where, Random& random, const std::vector<PartSpec>& specs, std::int64_t columns, DType dtype,
-                   std::int64_t rows, Epilogue epilogue, bool with_norm) {
+                   std::int64_t rows, Epilogue epilogue, bool with_norm, bool is_aligned = false) {
     const Weight weight(random, specs, columns, dtype);
     const std::unique_ptr<Matrix> loaded = device.load_matrix(weight.parts, dtype);
     CHECK_EQ(loaded->rows(), weight.rows);
     CHECK_EQ(loaded->columns(), columns);
-    const std::int64_t wide = epilogue == Epilogue::swiglu ? weight.rows / 2 : weight.rows, stride = columns + 3, out_stride = wide + 5;
+    const std::int64_t wide = epilogue == Epilogue::swiglu ? weight.rows / 2 : weight.rows, stride = columns + (is_aligned ? 8 : 3), out_stride = wide + (is_aligned ? 8 : 5);
     const std::vector<float> x = random.values(static_cast<std::size_t>(rows * stride), 2.0), norm_weight = random.values(static_cast<std::size_t>(columns)),
                              before = random.values(static_cast<std::size_t>(rows * out_stride));
     const Array on_device(device, x), norm_array(device, norm_weight), out(device, before);
@@ -115,6 +115,17 @@ void check_product(Device& device, const std::string& where, Random& random, con
 }
 
 }  // namespace
+
+TEST(many_rows_that_are_aligned) {
+    on_every_device([](Device& device, const std::string& where) {
+        Random random(3);
+        for (const DType dtype : {DType::float16, DType::bfloat16, DType::float8_e4m3}) {
+            const DType dense = dtype == DType::float8_e4m3 ? DType::bfloat16 : dtype;
+            for (const Epilogue epilogue : {Epilogue::store, Epilogue::add, Epilogue::swiglu})
+                check_product(device, where, random, {{256, dtype}, {128, dtype}, {128, dtype}}, 512, dense, 259, epilogue, epilogue != Epilogue::add, true);
+        }
+    });
+}
 
 TEST(products_of_every_type) {
     on_every_device([](Device& device, const std::string& where) {

@@ -13,9 +13,9 @@ namespace {
 constexpr int kVocab = 5000;
 
 // Number i of a stream as a logit in [-scale / 2, scale / 2).
-std::vector<float> make_logits(double scale) {
-    std::vector<float> logits(kVocab);
-    for (int i = 0; i < kVocab; ++i)
+std::vector<float> make_logits(double scale, int vocab = kVocab) {
+    std::vector<float> logits(static_cast<std::size_t>(vocab));
+    for (int i = 0; i < vocab; ++i)
         logits[static_cast<std::size_t>(i)] =
             static_cast<float>((static_cast<double>(splitmix64(7, static_cast<std::uint64_t>(i)) >> 11) * 0x1p-53 - 0.5) * scale);
     return logits;
@@ -231,6 +231,33 @@ TEST(logits_that_are_not_finite_fail_their_row_alone) {
         CHECK_EQ(outputs[1].token_id, -1);
         CHECK_EQ(outputs[3].token_id, alone[0].token_id);
         CHECK_EQ(outputs[3].logprob, alone[0].logprob);
+    });
+}
+
+TEST(draws_of_a_large_vocabulary_are_those_of_one_thread_of_the_cpu) {
+    constexpr int kLarge = 140001;
+    std::vector<std::uint32_t> mask((kLarge + 31) / 32);
+    for (std::size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<std::uint32_t>(splitmix64(98, i));
+    std::vector<float> logits;
+    std::vector<How> rows;
+    for (const double scale : {0.5, 12.0, 60.0}) {
+        const std::vector<float> row = make_logits(scale, kLarge);
+        for (const How& how : {How{1, 1, 0, 21, 0, 20}, How{1, 0.9f, 0, 22, 1}, How{0.7f, 0.9f, 50, 23, 2, 5}, How{1.5f, 0.3f, 0, 24, 3, -1, mask.data()}, How{1, 0.95f, 900, 25, 4},
+                               How{1, 1, 0, 26, 5, 1, mask.data()}}) {
+            logits.insert(logits.end(), row.begin(), row.end());
+            rows.push_back(how);
+        }
+    }
+    CpuDevice oracle(1);
+    const std::vector<SampleOutput> wanted = sample(oracle, logits, rows);
+    on_every_device([&](Device& device, const std::string&) {
+        const std::vector<SampleOutput> found = sample(device, logits, rows);
+        for (std::size_t row = 0; row < rows.size(); ++row) {
+            CHECK_EQ(found[row].token_id, wanted[row].token_id);
+            CHECK_NEAR(found[row].logprob, wanted[row].logprob, 2e-5);
+            CHECK_EQ(std::vector<std::int32_t>(found[row].top_ids, found[row].top_ids + found[row].num_top),
+                     std::vector<std::int32_t>(wanted[row].top_ids, wanted[row].top_ids + wanted[row].num_top));
+        }
     });
 }
 

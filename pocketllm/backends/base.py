@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pocketllm.errors import UnsupportedFeatureError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -169,7 +171,11 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and running totals since load, read at any time from any thread."""
+    """Gauges and running totals since load, read at any time from any thread.
+
+    `expert_lookups` counts the routed experts that steps needed, `expert_hits` those of them that were in memory, and `expert_bytes` is what lies there;
+    all 0 where no experts stay in their file.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -179,6 +185,9 @@ class EngineStats:
     generated_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    expert_lookups: int = 0
+    expert_hits: int = 0
+    expert_bytes: int = 0
 
 
 ProgressCallback = Callable[[LoadProgress], None]
@@ -190,7 +199,12 @@ class Backend(ABC):
 
     Life: construct (cheap, refuses what the plane can't run), load (slow), submit and cancel from any thread, close.
     The plane runs one engine thread; `on_step` is called on it and must return at once.
+
+    Attributes:
+        on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
     """
+
+    on_death: Callable[[str], None] | None = None
 
     @property
     @abstractmethod
@@ -204,6 +218,25 @@ class Backend(ABC):
         Raises:
             ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
         """
+
+    def follow(self, progress: ProgressCallback, on_ready: Callable[[], None]) -> None:
+        """As a rank above 0: load, and compute what rank 0 orders until it stops. Takes the place of `load`, and no request.
+
+        Args:
+            on_ready: called once, when this rank can compute.
+
+        Raises:
+            ConfigurationError, UnsupportedFeatureError: as `load`. BackendUnavailableError: another rank is lost.
+        """
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" is not supported on the {self.capabilities.backend} plane: one device runs the whole model. Leave it out.',
+            param="tensor_parallel_size",
+        )
+
+    def abandon(self, reason: str) -> None:
+        """Another rank is lost, as `reason` says. Called on any thread, and the engine thread may be waiting for that rank for ever: a plane of several ranks
+        ends every active row with an error all the same, and is dead. One that has no other ranks closes."""
+        self.close()
 
     @abstractmethod
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:

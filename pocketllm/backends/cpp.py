@@ -238,7 +238,9 @@ class _Engine:
 
     def stats(self) -> EngineStats:
         found = self._scheduler.stats()
-        return EngineStats(**{field.name: getattr(found, field.name) for field in fields(EngineStats)})
+        return EngineStats(
+            **{field.name: getattr(found, field.name) for field in fields(EngineStats) if not field.name.startswith("expert_")}
+        )  # it has no experts
 
     def close(self) -> None:
         self._scheduler.stop()

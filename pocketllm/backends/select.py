@@ -14,16 +14,20 @@ from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.fp8_config import quantization_obstacle
+from pocketllm.parallel.shards import check_shards
 
 # Whose modules run architectures without a file here; the bounds are those of the extra in pyproject.toml.
 TRANSFORMERS_MAJORS = frozenset({"5"})
 GENERIC_EXTRA = "pip install 'pocketllm[generic]'"
 # The keys of torch_engine/models/registry.py, which may not be imported here.
 TORCH_ARCHITECTURES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text"}
+    {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "deepseek_v4"}
 )
+PLACED_EXPERTS = frozenset({"deepseek_v4"})  # whose routed experts can lie apart from the other weights
 TORCH_GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 SAFETENSORS_TYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
+# What single architectures store besides.
+_MORE_TYPES = {"deepseek_v4": frozenset({"I64", "I32", "I8", "F4", "F8_E8M0", "MXFP4"})}  # experts of each token id; FP4 and its scales
 CPP_ARCHITECTURES = frozenset({"qwen3_5", "qwen3_5_text"})
 CPP_OPTIONS = frozenset({"num_threads", "eos_token_id"})  # what its backend_options may hold
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
@@ -54,10 +58,9 @@ def refuse_options(args: EngineArgs) -> None:
     Raises:
         UnsupportedFeatureError: `param` names the option.
     """
-    if args.tensor_parallel_size > 1:
+    if args.tensor_parallel_size > 1 and args.device.startswith("cuda:"):
         raise UnsupportedFeatureError(
-            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported yet: one device runs the whole model. Leave it out.',
-            param="tensor_parallel_size",
+            f'"device" = {args.device!r} names one GPU, and "tensor_parallel_size" = {args.tensor_parallel_size} takes as many: send "cuda".', param="device"
         )
     if args.speculative_method is not None:
         raise UnsupportedFeatureError(
@@ -82,19 +85,47 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
         UnsupportedFeatureError: no plane runs the checkpoint, or the plane asked for does not run it or an option; `param` names the option.
     """
     refuse_options(args)
+    _refuse_placement(args, checkpoint)
+    check_shards(args, checkpoint)
     verdicts = {verdict.backend: verdict for verdict in explain(checkpoint)}
     cpp = verdicts["cpp"]
     if args.backend == "cpp" and not cpp.runs:
         raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {cpp.reason}. Send "torch", or leave it out.', param="backend")
     if args.backend == "cpp" or (args.backend == "auto" and cpp.runs and not _asks_for_torch(args)):
+        if args.tensor_parallel_size > 1:
+            raise UnsupportedFeatureError(
+                f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported on the cpp plane yet: send backend "torch".', param="backend"
+            )
         from pocketllm.backends.cpp import CppBackend
 
         return CppBackend(args, checkpoint)
+    if args.tensor_parallel_size > 1 and checkpoint.architecture not in TORCH_ARCHITECTURES:
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported for {checkpoint.architecture}: transformers\' modules compute on one '
+            "device. Leave it out.",
+            param="tensor_parallel_size",
+        )
     if not verdicts["torch"].runs:
         raise UnsupportedFeatureError(f"{checkpoint.path} can't be run: {verdicts['torch'].reason}.", param="model")
     from pocketllm.backends.torch import TorchBackend
 
     return TorchBackend(args, checkpoint)
+
+
+def _refuse_placement(args: EngineArgs, checkpoint: Checkpoint) -> None:
+    name = "routed_experts_memory" if args.routed_experts_memory is not None else "routed_experts_device"
+    if getattr(args, name) not in (None, "auto") and checkpoint.architecture not in PLACED_EXPERTS:
+        raise UnsupportedFeatureError(
+            f'"{name}" = {getattr(args, name)!r} is not supported for {checkpoint.architecture}: only the experts of {", ".join(sorted(PLACED_EXPERTS))} '
+            "can be placed apart. Leave it out.",
+            param=name,
+        )
+    if args.tensor_parallel_size > 1 and checkpoint.architecture in PLACED_EXPERTS:
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported for {checkpoint.architecture} yet: one device runs the whole model. '
+            "Leave it out.",
+            param="tensor_parallel_size",
+        )
 
 
 def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
@@ -106,7 +137,7 @@ def _torch_obstacle(checkpoint: Checkpoint) -> str | None:
         return "the checkpoint holds no weights"
     if checkpoint.model_format == "safetensors" and (obstacle := quantization_obstacle(checkpoint)):
         return obstacle
-    known = TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else SAFETENSORS_TYPES
+    known = (TORCH_GGUF_TYPES if checkpoint.model_format == "gguf" else SAFETENSORS_TYPES) | _MORE_TYPES.get(checkpoint.architecture, frozenset())
     for tensor in checkpoint.tensors:
         if tensor.type not in known:
             return f"the tensor {tensor.name} has the type {tensor.type}, which is not supported; supported are {', '.join(sorted(known))}"
@@ -156,4 +187,4 @@ def _cpp_obstacle(checkpoint: Checkpoint) -> str | None:
 def _asks_for_torch(args: EngineArgs) -> bool:
     """Whether "auto" has a reason for the torch plane besides the checkpoint: the native module computes on the CPU, and GPUs are torch's so far."""
     wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and _NVIDIA_DRIVER.exists())
-    return wants_gpu or not CPP_OPTIONS.issuperset(args.backend_options)
+    return wants_gpu or args.tensor_parallel_size > 1 or not CPP_OPTIONS.issuperset(args.backend_options)

@@ -14,10 +14,14 @@ from pocketllm.backends.terms import check_request, check_threads, context_lengt
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError
+from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.kernels import NATIVE_LIBRARY
 
 if TYPE_CHECKING:
     from pocketllm.torch_engine.engine import Engine
+    from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+    from pocketllm.torch_engine.plane import Plane
+    from pocketllm.torch_engine.rank_group import RankGroup
     from pocketllm.torch_engine.runner import Runner
     from pocketllm.torch_engine.scheduler import Scheduler
 
@@ -40,6 +44,7 @@ class TorchBackend(Backend):
         self._checkpoint = checkpoint
         self._engine: Engine | None = None
         self._closed = False
+        self._experts: ExpertCache | None = None
         self._options = _Options.read(args)
         self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
@@ -50,14 +55,10 @@ class TorchBackend(Backend):
         return self._capabilities
 
     def load(self, progress: ProgressCallback) -> None:
-        progress(LoadProgress(0.0, "importing torch"))
-        # Spinning, OpenMP's threads would take the cores of the native kernels' own.
-        with env.resting_openmp_threads(self._args.dtype == "auto" and self._options.native_kernels and NATIVE_LIBRARY.exists()):
-            import torch  # noqa: F401  (it reads the threads' setting now)
+        self._import_torch(progress)
+        from pocketllm.torch_engine.engine import Engine
 
-            from pocketllm.torch_engine.engine import Engine
-
-        self._engine = engine = Engine(lambda check_open: self._build(progress, check_open))
+        self._engine = engine = Engine(lambda check_open: self._build(progress, check_open), self._say_death)
         # Whoever drops this backend without closing it, or leaves the interpreter, still stops the thread.
         weakref.finalize(self, engine.close)
         if self._closed:  # while torch was imported
@@ -67,28 +68,60 @@ class TorchBackend(Backend):
             raise BackendUnavailableError("The engine was closed while the model loaded.")
         progress(LoadProgress(1.0, "ready"))
 
+    def follow(self, progress: ProgressCallback, on_ready: Callable[[], None]) -> None:
+        self._import_torch(progress)
+        from pocketllm.torch_engine.ranked_runner import follow
+
+        plane, group = self._load_plane(progress, lambda: None)
+        assert group is not None, "a rank above 0 is one of several"
+        on_ready()
+        try:
+            follow(plane.runner, group)
+        except RuntimeError as error:  # of a sum or an order that another rank has left
+            reason = str(error).partition("\n")[0]
+            raise BackendUnavailableError(f"This rank can't go on without the others: {reason}") from error
+
+    def _import_torch(self, progress: ProgressCallback) -> None:
+        progress(LoadProgress(0.0, "importing torch"))
+        # Spinning, OpenMP's threads would take the cores of the native kernels' own.
+        with env.resting_openmp_threads(self._args.dtype == "auto" and self._options.native_kernels and NATIVE_LIBRARY.exists()):
+            import torch  # noqa: F401  (it reads the threads' setting now)
+
     def _build(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Scheduler, Runner]:
         """Load the weights and make room for the caches, on the engine's thread."""
-        from pocketllm.torch_engine.gpu_plane import load_on_gpu, resolve_device
-        from pocketllm.torch_engine.plane import Order, load_on_cpu
-
-        args = self._args
-        device = resolve_device(args.device)
-        order = Order(args, self._checkpoint, self._context_length, progress, check_open)
-        if device.type == "cpu":
-            plane = load_on_cpu(order, self._options.num_threads, native_kernels=self._options.native_kernels)
-        else:
-            plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
+        plane, _ = self._load_plane(progress, check_open)
         self._capabilities = replace(
             self._capabilities,
             device=plane.device,
             max_slots=plane.max_rows,
             context_length=plane.context_length,
             chunked_prefill=plane.is_chunked,
-            prefix_caching=args.enable_prefix_caching,
+            prefix_caching=self._args.enable_prefix_caching,
             details=dict(plane.details),
         )
+        self._experts = plane.experts
         return plane.scheduler, plane.runner
+
+    def _load_plane(self, progress: ProgressCallback, check_open: Callable[[], None]) -> tuple[Plane, RankGroup | None]:
+        from pocketllm.torch_engine.gpu_plane import load_on_gpu, resolve_device
+        from pocketllm.torch_engine.plane import Order, load_on_cpu
+
+        rank = Rank.from_environment(self._args) if self._args.tensor_parallel_size > 1 else None
+        device, group, num_threads = resolve_device(self._args.device, rank), None, self._options.num_threads
+        if rank is not None:
+            from pocketllm.torch_engine.rank_group import RankGroup
+
+            progress(LoadProgress(0.0, f"waiting for the other ranks of {rank.size}"))
+            group = RankGroup(rank, device)
+            if "num_threads" not in self._args.backend_options:
+                num_threads = max(1, num_threads // rank.local_size)
+        order = Order(self._args, self._checkpoint, self._context_length, progress, check_open, group)
+        if device.type == "cpu":
+            plane = load_on_cpu(order, num_threads, native_kernels=self._options.native_kernels)
+        else:
+            plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
+        order.agreed(0)  # every rank has loaded its part
+        return plane, group
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None or self._engine.health().state == "loading":
@@ -105,7 +138,18 @@ class TorchBackend(Backend):
         return self._engine.health()
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.stats()
+        stats = EngineStats() if self._engine is None else self._engine.stats()
+        if (experts := self._experts) is None:
+            return stats
+        return replace(stats, expert_lookups=experts.lookups, expert_hits=experts.hits, expert_bytes=experts.num_bytes)
+
+    def _say_death(self, reason: str) -> None:
+        if self.on_death is not None:
+            self.on_death(reason)
+
+    def abandon(self, reason: str) -> None:
+        if self._engine is not None:
+            self._engine.abandon(reason)
 
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pocketllm import __version__
 from pocketllm.cli import bench, chat, serve
 from pocketllm.cli.options import Parser, add_options, given_options, refuse_unknown
-from pocketllm.config import EngineArgs, ServerArgs
+from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.errors import PocketLLMError
 
 _DESCRIPTION = """\
@@ -63,6 +63,7 @@ def _parsers() -> dict[str, Parser]:
     serving = commands.add_parser("serve", help="serve a model over HTTP", description="An OpenAI-compatible HTTP server.", epilog=serve.EXAMPLES)
     add_options(serving, ServerArgs, "server")
     add_options(serving, EngineArgs, "engine")
+    add_options(serving, SupervisorArgs, "ranks of a model that several devices share")
 
     chatting = commands.add_parser("chat", help="talk to a model", description="A conversation in the terminal.", epilog=chat.EXAMPLES)
     chat.add_arguments(chatting)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NoReturn
 
 from pocketllm.config import parse_option
@@ -60,6 +61,20 @@ def given_options(arguments: argparse.Namespace, cls: type[Any]) -> dict[str, An
     given = vars(arguments)
     names = [option.name for option in dataclasses.fields(cls) if option.name in given]
     return {name: given[name] if isinstance(given[name], bool) else parse_option(cls, name, given[name]) for name in names}
+
+
+def spell_options(options: Any, leave_out: Collection[str] = ()) -> list[str]:
+    """The flags that give another process the same options, whatever variables are set there; those that are None are left out."""
+    flags: list[str] = []
+    for option in dataclasses.fields(options):
+        value = getattr(options, option.name)
+        if option.name in leave_out or value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(flag_of(option.name) if value else flag_of("no_" + option.name))
+        else:
+            flags.append(f"{flag_of(option.name)}={json.dumps(dict(value)) if isinstance(value, Mapping) else value}")
+    return flags
 
 
 def refuse_unknown(parser: Parser, unknown: list[str]) -> None:

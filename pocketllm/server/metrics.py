@@ -128,3 +128,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("pocketllm_generation_tokens", "Tokens generated.", value=stats.generated_tokens)
         yield CounterMetricFamily("pocketllm_prefix_cache_hit_tokens", "Prompt tokens whose KV came from the prefix cache.", value=stats.cached_tokens)
         yield CounterMetricFamily("pocketllm_preemptions", "Times that a running request gave up its KV.", value=stats.preemptions)
+        yield CounterMetricFamily(
+            "pocketllm_expert_cache_queries", "Routed experts that steps needed, where experts stay in their file.", value=stats.expert_lookups
+        )
+        yield CounterMetricFamily("pocketllm_expert_cache_hits", "Of those, experts that were in memory.", value=stats.expert_hits)
+        yield GaugeMetricFamily("pocketllm_expert_cache_bytes", "Bytes of the routed experts in memory.", value=stats.expert_bytes)

@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pocketllm.backends.base import EngineRequest, TokenLogprobs
+from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, TokenLogprobs
 from pocketllm.torch_engine.kernels.logprobs import device_logprobs
-from pocketllm.torch_engine.kernels.sampler import NOT_FINITE, NOTHING_ALLOWED, SamplingTensors, sample_tokens
+from pocketllm.torch_engine.kernels.sampler import NOT_FINITE, NOTHING_ALLOWED, LastIds, SamplingTensors, sample_tokens
 
 __all__ = ["NOTHING_ALLOWED", "NOT_FINITE", "DeviceSampler", "DrawnTokens"]
 
 _NUM_STAGES = 3  # steps whose copies may be under way at once, and one more than run ahead
 _HOTTEST = 1e30  # higher temperatures give the same draws, and float32 holds it
+_NUMBERS_OF_TOP = (0, 5, MAX_LOGPROBS)  # each is a kernel of its own: what is asked for is rounded up
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
 
 
@@ -33,7 +34,7 @@ class DrawnTokens:
     """Ids of one step, on their way to the host.
 
     Args:
-        ids: [num_rows] int64 on the device, for the next step's inputs; 0 where a row has no id.
+        ids: [num_rows] int64 on the device; 0 where a row has no id.
         packed: on the host or on its way there: id, status, and the bits of float64 log probabilities and top ids a row, [num_rows, 3 + 2 * num_top] int64.
         ready: set when `packed` is there; None where it is there already.
         num_top: most likely ids of each row that was ranked.
@@ -73,7 +74,7 @@ class DeviceSampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         num_words = -(-vocab_size // 32)
-        self._device, self._max_rows = device, max_rows
+        self._device, self._max_rows, self._vocab_size = device, max_rows, vocab_size
         self._stages = [
             _Stage(
                 torch.zeros((4, max_rows), dtype=torch.int64, pin_memory=is_cuda),
@@ -86,6 +87,7 @@ class DeviceSampler:
         self._values = torch.zeros((4, max_rows), dtype=torch.int64, device=device)
         self._masks = torch.zeros((max_rows, num_words), dtype=torch.int32, device=device)
         self._has_cuts, self._has_masks = False, False
+        self._is_greedy = True  # every temperature on the device is 0, and nothing else is read of such rows
         self._ranked: list[int] = []
         self._num_top = 0
 
@@ -97,6 +99,13 @@ class DeviceSampler:
             draws: how many tokens each row has drawn before.
             masks: by row, words of bits as `TokenConstraint.fill` writes them.
         """
+        self._has_masks = bool(masks)
+        self._has_cuts = any(request.temperature > 0 and (request.top_k > 1 or request.top_p < 1) for request in requests)
+        self._ranked = [row for row, request in enumerate(requests) if request.logprobs is not None]
+        self._num_top = self._rounded(max((requests[row].logprobs or 0 for row in self._ranked), default=0))
+        was_greedy, self._is_greedy = self._is_greedy, not masks and all(request.temperature == 0 for request in requests)
+        if was_greedy and self._is_greedy:
+            return
         stage = self._stages[self._next]
         self._next = (self._next + 1) % _NUM_STAGES
         if stage.read is not None:
@@ -119,31 +128,39 @@ class DeviceSampler:
             self._masks[: len(masks)].copy_(stage.masks[: len(masks)], non_blocking=True)
         if stage.read is not None:
             stage.read.record()
-        self._has_masks = bool(masks)
-        self._has_cuts = any(request.temperature > 0 and (request.top_k > 1 or request.top_p < 1) for request in requests)
-        self._ranked = [row for row, request in enumerate(requests) if request.logprobs is not None]
-        self._num_top = max((requests[row].logprobs or 0 for row in self._ranked), default=0)
+
+    def compile(self, keep: LastIds) -> None:
+        """Launch every kernel that a `draw` with `keep`, of one row, may launch, so that none is compiled while somebody waits. While no draw is under way."""
+        logits = torch.zeros((1, self._vocab_size), dtype=torch.float32, device=self._device)
+        for has_masks in (False, True):
+            for has_cuts in (False, True):
+                drawn = sample_tokens(logits, self.tensors(has_masks=has_masks), has_cuts=has_cuts, keep=keep)
+        for number in sorted({self._rounded(number) for number in _NUMBERS_OF_TOP}):
+            device_logprobs(logits, drawn[:, 0].contiguous(), number)
+
+    def _rounded(self, num_top: int) -> int:
+        return min(next(number for number in _NUMBERS_OF_TOP if number >= num_top), self._vocab_size)
 
     def tensors(self, *, has_masks: bool = True) -> SamplingTensors:
         """Where `prepare` puts each row's numbers, for a caller that captures `sample_tokens` in a graph."""
         seeds, drawn, temperature, top_p, top_k, mask_rows = _views(self._values, self._max_rows)
         return SamplingTensors(temperature, top_k, top_p, seeds, drawn, self._masks if has_masks else None, mask_rows if has_masks else None)
 
-    def draw(self, logits: torch.Tensor) -> DrawnTokens:
-        """Draw from logits [num_rows, vocab_size] float32 as the last `prepare` says, and send the results to the host."""
-        ids, status = sample_tokens(logits, self.tensors(has_masks=self._has_masks), has_cuts=self._has_cuts)
-        return self.send(logits, ids, status)
+    def draw(self, logits: torch.Tensor, keep: LastIds | None = None) -> DrawnTokens:
+        """Draw from logits [num_rows, vocab_size] float32 as the last `prepare` says, rank the rows that ask for it, and send the results to the host.
 
-    def send(self, logits: torch.Tensor, ids: torch.Tensor, status: torch.Tensor) -> DrawnTokens:
-        """Rank the rows that ask for it, and send the results of `sample_tokens` to the host."""
-        num_rows = ids.shape[0]
-        columns = [ids[:, None], status[:, None].long()]
+        Args:
+            logits: [num_rows, vocab_size] float32.
+            keep: where each row's id goes as well.
+        """
+        packed = sample_tokens(logits, self.tensors(has_masks=self._has_masks), has_cuts=self._has_cuts, keep=keep)
+        ids, num_rows = packed[:, 0], packed.shape[0]
         if self._ranked:
             rows = None if len(self._ranked) == num_rows else torch.tensor(self._ranked).to(self._device, non_blocking=True)
-            drawn, top_ids, top = device_logprobs(logits, ids, self._num_top, rows)
+            drawn, top_ids, top = device_logprobs(logits, ids.contiguous(), self._num_top, rows)
             ranks = torch.cat([drawn.view(torch.int64)[:, None], top_ids.long(), top.view(torch.int64)], dim=1)
-            columns.append(ranks if rows is None else ranks.new_zeros((num_rows, ranks.shape[1])).index_copy_(0, rows, ranks))
-        packed = torch.cat(columns, dim=1)
+            ranks = ranks if rows is None else ranks.new_zeros((num_rows, ranks.shape[1])).index_copy_(0, rows, ranks)
+            packed = torch.cat([packed, ranks], dim=1)
         if self._device.type != "cuda":
             return DrawnTokens(ids, packed, None, self._num_top)
         host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)  # torch keeps freed pinned memory for the next step

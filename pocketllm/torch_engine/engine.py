@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, EngineStats, Health, StepCallback, StepOutput
-from pocketllm.errors import BackendUnavailableError, ConfigurationError
+from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.runner import Draw, Flight, Runner
 from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
@@ -36,9 +36,12 @@ class Engine:
             torch computes: each computing thread has its own OpenMP team, and teams that together outnumber the cores stop spinning
             and sleep at every operator, which halves the speed of decoding. It is given a function that it calls now and then, and
             that raises once the engine is closed.
+        on_death: told why, on the engine's thread, when a step has failed and every row has heard of it.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, on_death: Callable[[str], None] | None = None) -> None:
+        self._on_death = on_death
+        self._is_abandoned = False
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
         self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
@@ -122,8 +125,15 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self._is_abandoned:
             self._thread.join()
+
+    def abandon(self, reason: str) -> None:
+        """End every request with an error, from any thread and without waiting for the one that computes, which may never come back."""
+        with self._wake:
+            self._closing = self._is_abandoned = True
+            self._wake.notify()
+        self._end_all(Health("dead", reason), PocketLLMError(reason))
 
     def _check_terms(self, request: EngineRequest) -> None:
         """Refuse what would fail in a step, and take every row with it, or wait for blocks for ever."""
@@ -189,12 +199,26 @@ class Engine:
             if flying is not None:
                 self._land(*flying)
         except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
-            logger.exception("The engine failed")
+            if not self._is_abandoned:  # else it is known why
+                logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
+            self._let_go(runner, error)
         else:
             self._stop(Health("closed"), None)
+            self._let_go(runner, None)
         finally:
             scheduler.on_release = None  # the scheduler outlives the model
+
+    def _let_go(self, runner: Runner, error: BaseException | None) -> None:
+        """End the runner; a death is told to whoever wants to know."""
+        if self._is_abandoned:  # the other ranks are ended by who told of the loss
+            return
+        if error is not None and self._on_death is not None:
+            self._on_death(self._health.detail)  # before a close that may wait for ranks that don't come
+        try:
+            runner.close(has_failed=error is not None)
+        except Exception:
+            logger.exception("The runner could not be closed")
 
     def _land(self, step: Sequence[ScheduledRow], flight: Flight) -> None:
         """Wait for a step and hand what it gave to constraints, scheduler and listeners. A row with an error ends before the others are resolved."""
@@ -257,7 +281,9 @@ class Engine:
 
     def _emit(self, output: StepOutput) -> None:
         with self._wake:
-            listener = self._listeners[output.request_id]
+            listener = self._listeners.get(output.request_id)
+            if listener is None:  # it was abandoned while this was computed
+                return
             if output.finish_reason is not None:
                 del self._active[output.request_id], self._listeners[output.request_id]
         try:
@@ -274,11 +300,15 @@ class Engine:
                 self._scheduler.remove(row)
         except Exception:  # what failed may have been the scheduler itself; its rows still hear of their end
             logger.exception("The rows of the engine could not be released")
+        self._end_all(health, error)
+
+    def _end_all(self, health: Health, error: BaseException | None) -> None:
         with self._wake:
-            self._health = health
+            if self._health.state != "dead":
+                self._health = health
             request_ids = list(self._active)
         for request_id in request_ids:
-            active = self._active[request_id]
+            active = self._active.get(request_id)
             generated = 0 if active is None else active.num_generated
             if error is None:
                 self._emit(StepOutput(request_id, (), generated, "cancelled"))

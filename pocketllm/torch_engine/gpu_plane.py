@@ -15,10 +15,13 @@ import torch
 
 from pocketllm.backends.base import EngineRequest, LoadProgress
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
+from pocketllm.torch_engine.cache_shape import CacheShape, cache_shape
+from pocketllm.torch_engine.expert_placement import expert_cache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
-from pocketllm.torch_engine.plane import DTYPES, CacheShape, Order, Plane, build_scheduler, check_explicit, describe, log_limits
+from pocketllm.torch_engine.plane import DTYPES, Order, Plane, build_scheduler, check_explicit, describe, log_limits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.step_shape import StepShape, captured_shapes, chunk_beside_answers
 
@@ -32,11 +35,16 @@ _ROWS, _CHUNK = 64, 8192
 _LEAST_CHUNK = 512  # tokens; a chunk that nobody asked for is not made shorter to leave memory to the caches
 _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
+_SEVERAL = 16  # prompts that give attention work for a whole GPU, however short
+_FAILED = -(2**62)  # less than any number of spare bytes
 _FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})  # of stored tensors that are brought to the compute dtype
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, rank: Rank | None = None) -> torch.device:
     """The device that `name` ("auto", "cpu", "cuda" or "cuda:N") stands for; auto is the first GPU that can run models, else the CPU.
+
+    Args:
+        rank: one of several, which takes the GPU of its number on this machine; auto is the CPU for all of them where there are too few GPUs.
 
     Raises:
         ConfigurationError: no device has this name.
@@ -46,14 +54,16 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None else 0
-        usable = (index for index in range(count) if torch.cuda.get_device_capability(index) >= _OLDEST)
-        return next((torch.device("cuda", index) for index in usable), torch.device("cpu"))
+        usable = [index for index in range(count) if torch.cuda.get_device_capability(index) >= _OLDEST]
+        if rank is not None:
+            return torch.device("cuda", usable[rank.local_index]) if len(usable) >= rank.local_size else torch.device("cpu")
+        return torch.device("cuda", usable[0]) if usable else torch.device("cpu")
     if not torch.cuda.is_available():
         build = "this PyTorch finds no GPU" if torch.version.cuda else "this PyTorch is a build without CUDA"
         raise UnsupportedFeatureError(
             f'"device" = {name!r} can\'t be used: {build}. Install a CUDA build of torch and the driver, or send "cpu".', param="device"
         )
-    index = int(name.partition(":")[2] or 0)
+    index = int(name.partition(":")[2] or 0) if rank is None else rank.local_index
     if index >= torch.cuda.device_count():
         raise ConfigurationError(f'"device" = {name!r} does not exist: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0.', param="device")
     major, minor = torch.cuda.get_device_capability(index)
@@ -104,15 +114,17 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         torch.cuda.set_stream(torch.cuda.Stream(device))
         torch.backends.cuda.matmul.allow_tf32 = False
         _check_weights_fit(order, device, dtype)
-    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=True)
+    shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=True, share=order.share)
     with torch.inference_mode(), _memory_is_enough(order, device):
-        model = order.build_model(GpuDevice(device, dtype))
+        experts = expert_cache(args, order.checkpoint, dtype, _memory(device)[0], on_gpu=True)
+        model = order.build_model(GpuDevice(device, dtype, order.group, experts))
         chunk, step_bytes = _choose_chunk(order, model, shape, device)
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
         captures = cuda_graphs and is_cuda and model.is_capturable
         if captures:
             step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, needs.max_rows, chunk))
-        free = _free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4)  # logits of all rows, and what a prompt takes
+        # Beside logits of all rows, and what a prompt takes.
+        free = order.agreed(_free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4))
         if (explicit := args.kv_cache_bytes) is not None:
             check_explicit(args, explicit, free, f"{device} has free beside the weights and what a step takes")
             plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
@@ -125,14 +137,14 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         runner = GpuRunner(model, cache, BLOCK_SIZE, plan.max_rows, -(-plan.context_length // BLOCK_SIZE))
         if is_cuda:
             order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
-            _compile_other_steps(runner, plan)
+            _compile_other_steps(runner, plan, captures)
         shapes = _shapes(order, plan.max_rows, chunk) if captures else []
         if shapes:
             _capture(order, runner, shapes)
     beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
-    scheduler = build_scheduler(args, plan, shape.state is not None, chunk, beside)
-    details = {**describe(model, cache, plan), "cuda_graphs": _describe_shapes(shapes)}
-    return Plane(scheduler, runner, str(device), plan.context_length, plan.max_rows, chunk > 0, details)
+    scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, beside)
+    details = {**describe(model, cache, plan, experts), "cuda_graphs": _describe_shapes(shapes)}
+    return Plane(scheduler, order.led(runner), str(device), plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
 def _shapes(order: Order, max_rows: int, chunk: int) -> list[StepShape]:
@@ -205,7 +217,9 @@ def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.d
         order.check_open()
         step_bytes = _measure_step(model, shape, device, num_tokens)
         can_shrink = asked is None and num_tokens > _LEAST_CHUNK
-        if step_bytes is not None and not (can_shrink and step_bytes > _free_for_caches(device, 0) // 4):
+        spare = _FAILED if step_bytes is None else _free_for_caches(device, 0) // 4 - step_bytes
+        spare = order.agreed(spare)
+        if step_bytes is not None and spare != _FAILED and not (can_shrink and spare < 0):
             if asked is None and chunk < _CHUNK:
                 logger.warning("prefill_chunk_tokens is %d: longer steps would leave too little of the memory of %s to the caches", chunk, device)
             return chunk, step_bytes
@@ -252,13 +266,16 @@ def _measure_graphs(order: Order, model: Model, shape: CacheShape, device: torch
     return step_bytes * largest // num_tokens
 
 
-def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
-    """Steps whose kernels a long prompt and captured steps have not compiled: short prompts, alone and beside a row that decodes.
+def _compile_other_steps(runner: GpuRunner, plan: CachePlan, captures: bool) -> None:
+    """Steps whose kernels a long prompt and captured steps have not compiled: short prompts, alone and beside a row that decodes, few and several;
+    answers, where steps are not captured; and every way of drawing.
 
     They leave nothing behind that a row could read: no block is known as a prefix, and a row's state is set when it starts.
     """
     masks = Masks(runner.vocab_size)
-    for lengths in ((2,), (17,), (40,), (100,), (1, 50), (1, 17, 33)):
+    several = min(plan.max_rows, _SEVERAL)
+    answers = [] if captures else [(1,) * rows for rows in (1, 2, 5, 9, 17, 33, 64) if rows <= plan.max_rows]
+    for lengths in ((2,), (17,), (40,), (100,), (1, 50), (1, 17, 33), (2,) * several, (17,) * several, *answers):
         if len(lengths) > plan.max_rows or sum(lengths) > plan.context_length or 8 * len(lengths) > plan.num_blocks:
             continue
         step = []
@@ -270,6 +287,7 @@ def _compile_other_steps(runner: GpuRunner, plan: CachePlan) -> None:
         for scheduled in step:
             runner.release(scheduled.row)
     masks.close()
+    runner.compile_sampler()
 
 
 def _free_for_caches(device: torch.device, step_bytes: int) -> int:

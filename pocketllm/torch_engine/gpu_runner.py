@@ -12,9 +12,9 @@ import torch
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, DrawnTokens
+from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.layers.attention import KVCache
-from pocketllm.torch_engine.layers.state_cache import HybridCache
-from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.runner import Draw
@@ -40,7 +40,7 @@ class GpuRunner:
         self.vocab_size = model.vocab_size
         self.device = cache.device
         self.runs_ahead = True
-        self._is_hybrid = isinstance(cache, HybridCache)
+        self._is_hybrid = cache.states is not None
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=self.device)
         self._written: dict[int, tuple[list[int], int]] = {}  # by slot: the row's blocks, and how many of them the table has
         self._last_ids = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)  # by slot; the last is nobody's
@@ -50,6 +50,14 @@ class GpuRunner:
     def release(self, row: Row) -> None:
         """The table's line of its slot is written anew for the next row there."""
         self._written.pop(row.slot, None)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Nothing is left to do."""
+
+    @torch.inference_mode()
+    def compile_sampler(self) -> None:
+        """See DeviceSampler.compile. No step may be under way."""
+        self._sampler.compile(LastIds(self._last_ids, torch.full((1,), self.max_rows, dtype=torch.int64, device=self.device)))
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape], on_graph: Callable[[int], None]) -> None:
@@ -70,10 +78,10 @@ class GpuRunner:
             on_graph(done)
 
     @torch.inference_mode()
-    def launch(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> GpuFlight:
+    def launch(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy]) -> GpuFlight:
         """See runner.Runner."""
         if copies:
-            assert isinstance(self.cache, HybridCache)
+            assert self.cache.states is not None
             self.cache.states.run(copies)
         self._write_tables(step)
         order = sorted(range(len(step)), key=lambda place: step[place].num_tokens != 1)  # decoding rows first
@@ -84,14 +92,14 @@ class GpuRunner:
         fixed = next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
         step_inputs = StepInputs(shape, self.max_rows, self.device) if fixed is None else fixed.inputs
         step_inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
+        requests = [step[place].row.request for place in sampling]
+        if sampling:  # ahead of the step, for between its kernels the device would wait for the copy
+            self._sampler.prepare(requests, [step[place].row.num_generated for place in sampling], words)
         output = self.compute(step_inputs) if fixed is None else fixed.run()
         if not sampling:
             return GpuFlight((), (), {}, None)
         logits = (output if step_inputs.shape.all_sample else self.model.logits(output[: len(sampling)]))[: len(sampling)]
-        requests = [step[place].row.request for place in sampling]
-        self._sampler.prepare(requests, [step[place].row.num_generated for place in sampling], words)
-        drawn = self._sampler.draw(logits)
-        self._last_ids.index_copy_(0, step_inputs["sample_slots"][: len(sampling)], drawn.ids)
+        drawn = self._sampler.draw(logits, LastIds(self._last_ids, step_inputs["sample_slots"]))
         return GpuFlight(sampling, requests, errors, drawn)
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:

@@ -21,12 +21,12 @@ def rank(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
         Numbers of float64 precision, at least LOWEST.
     """
     log_total = float(logits.double().logsumexp(dim=-1))
-    values, ids = _largest(logits, min(num_top, logits.shape[0])) if num_top else ([], [])
+    values, ids = largest(logits, min(num_top, logits.shape[0])) if num_top else ([], [])
     top = tuple((other, max(value - log_total, LOWEST)) for value, other in zip(values, ids, strict=True))
     return TokenLogprobs(max(float(logits[token_id]) - log_total, LOWEST), top)
 
 
-def _largest(logits: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
+def largest(logits: torch.Tensor, count: int) -> tuple[list[float], list[int]]:
     """The `count` largest logits and their ids, largest first, of equal ones the lower id first."""
     values, ids = logits.topk(min(count + 1, logits.shape[0]))  # with one more, a tie across the border shows
     if bool((values[1:] == values[:-1]).any()):  # topk does not say which of two equal logits it takes, nor in which order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,14 @@ from pocketllm.backends.base import TokenConstraint
 from pocketllm.torch_engine.scheduler import Row
 
 Words = npt.NDArray[np.uint32]
+
+
+class MaskSource(Protocol):
+    """Where a runner takes the masks of a step from."""
+
+    def take_all(self, rows: Sequence[Row]) -> tuple[dict[int, Words], dict[int, BaseException]]:
+        """As Masks.take_all."""
+
 
 _NUM_THREADS = 4  # beside the threads that compute; each starts when a mask finds none idle
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
-from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.logprobs import rank
-from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.masks import MaskSource, Words
 from pocketllm.torch_engine.models.model import Model
+from pocketllm.torch_engine.rank_group import RankGroup
 from pocketllm.torch_engine.runner import Draw, Landed
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
+from pocketllm.torch_engine.sharded_sampler import ShardedSampler
 from pocketllm.torch_engine.state_pool import StateCopy
 
 
@@ -28,9 +29,11 @@ class ModelRunner:
         cache: blocks that the scheduler's pool counts.
         block_size: tokens a block.
         num_threads: threads of torch's operators.
+        group: the ranks that share the model, or None for one; only rank 0's results are to be used.
     """
 
-    def __init__(self, model: Model, cache: KVCache, block_size: int, num_threads: int) -> None:
+    def __init__(self, model: Model, cache: KVCache, block_size: int, num_threads: int, group: RankGroup | None = None) -> None:
+        self._sharded = None if group is None else ShardedSampler(group, model.vocab_size)
         self.model = model
         self.cache = cache
         self.block_size = block_size
@@ -38,15 +41,18 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.runs_ahead = False
 
-    def launch(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> Landed:
+    def launch(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy]) -> Landed:
         """`execute`, whose result is there at once."""
         return Landed(self.execute(step, masks, copies))
 
     def release(self, row: Row) -> None:
         """Nothing is kept of a row."""
 
+    def close(self, *, has_failed: bool) -> None:
+        """Nothing is left to do."""
+
     @torch.inference_mode()
-    def execute(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:
+    def execute(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:
         """Compute one step, after `copies` between state slots. Masks are waited for only once the logits are there.
 
         Returns:
@@ -54,7 +60,7 @@ class ModelRunner:
             are not finite without sampling.
         """
         if copies:
-            assert isinstance(self.cache, HybridCache)
+            assert self.cache.states is not None
             self.cache.states.run(copies)
         batch = build_batch(step, self.block_size, self.cache.dtype)
         # A native step has its own threads; OpenMP's, which spin for milliseconds after each operator, would take their cores.
@@ -70,9 +76,11 @@ class ModelRunner:
                 results[places[id(scheduled)]] = not_finite()
         return results
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[Draw | BaseException]:
-        """One result a row of `logits` [num_rows, vocab_size]."""
+    def _draw(self, logits: torch.Tensor, rows: Sequence[Row], masks: MaskSource) -> list[Draw | BaseException]:
+        """One result a row of `logits` [num_rows, vocab_size], or of the ids of this rank."""
         words, errors = masks.take_all(rows)
+        if self._sharded is not None:
+            return self._draw_shared(self._sharded, logits, rows, words, errors)
         results: list[Draw | BaseException] = []
         for place, token_id in enumerate(sample(logits, [row.request for row in rows], [row.num_generated for row in rows], words)):
             request = rows[place].request
@@ -84,6 +92,21 @@ class ModelRunner:
                 results.append(Draw(token_id))
             else:
                 results.append(Draw(token_id, (rank(logits[place], token_id, request.logprobs),)))
+        return results
+
+    def _draw_shared(
+        self, sampler: ShardedSampler, logits: torch.Tensor, rows: Sequence[Row], words: Mapping[int, Words], errors: Mapping[int, BaseException]
+    ) -> list[Draw | BaseException]:
+        results: list[Draw | BaseException] = []
+        for place, drawn in enumerate(sampler.draw(logits, [row.request for row in rows], [row.num_generated for row in rows], words)):
+            if place in errors:
+                results.append(errors[place])
+            elif drawn.token_id is None:
+                results.append(nothing_allowed() if place in words and drawn.is_finite else not_finite())
+            elif drawn.logprobs is None or drawn.token_id in rows[place].request.eos_token_ids:
+                results.append(Draw(drawn.token_id))
+            else:
+                results.append(Draw(drawn.token_id, (drawn.logprobs,)))
         return results
 
     def _use_threads(self, count: int) -> None:

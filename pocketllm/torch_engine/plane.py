@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -16,16 +16,21 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine.block_pool import BlockPool
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CacheNeeds, CachePlan, plan_caches
+from pocketllm.torch_engine.cache_shape import cache_shape
+from pocketllm.torch_engine.expert_placement import expert_cache
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.cpu import CpuDevice
 from pocketllm.torch_engine.layers.device import Device
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.layers.linear import default_dtype, has_bfloat16_units, has_float16_packing
-from pocketllm.torch_engine.layers.state_cache import HybridCache, StateCache, StateShape
 from pocketllm.torch_engine.model_runner import ModelRunner
 from pocketllm.torch_engine.models.model import Model
-from pocketllm.torch_engine.models.registry import HYBRIDS, kv_sizes, model_class
+from pocketllm.torch_engine.models.registry import kv_sizes, model_class
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.ranked_runner import LeadingRunner
 from pocketllm.torch_engine.runner import Runner
 from pocketllm.torch_engine.scheduler import Scheduler
+from pocketllm.torch_engine.share import ALONE, Share
 from pocketllm.torch_engine.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,7 @@ class Plane:
         max_rows: most running rows.
         is_chunked: long prompts are computed in pieces.
         details: as Capabilities has them.
+        experts: the cache of routed experts that are not all loaded, or None.
     """
 
     scheduler: Scheduler
@@ -54,6 +60,7 @@ class Plane:
     max_rows: int
     is_chunked: bool
     details: Mapping[str, Any]
+    experts: ExpertCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Order:
         context_length: that was asked for, or that the model was made for.
         progress: told what was done.
         check_open: called now and then; raises to end the load.
+        group: the ranks that share the model, or None for one.
     """
 
     args: EngineArgs
@@ -73,6 +81,20 @@ class Order:
     context_length: int
     progress: ProgressCallback
     check_open: Callable[[], None]
+    group: RankGroup | None = None
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds."""
+        return ALONE if self.group is None else self.group.share
+
+    def agreed(self, number: int) -> int:
+        """The least of what the ranks have found each for itself, so that all decide alike."""
+        return number if self.group is None else self.group.least(number)
+
+    def led(self, runner: Runner) -> Runner:
+        """The runner that the engine uses."""
+        return LeadingRunner(runner, self.group) if self.group is not None and self.share.index == 0 else runner
 
     def build_model(self, device: Device) -> Model:
         """The model on `device`.
@@ -89,60 +111,13 @@ class Order:
         return model_class(self.checkpoint)(self.checkpoint, device, self.context_length, on_layer)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Sizes of a model's caches on one device.
-
-    Args:
-        num_layers, num_kv_heads, head_dim: of the layers with attention.
-        dtype: of keys and values.
-        num_state_layers: layers with a recurrent state, whose slots have the shape `state`; None without any.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    num_state_layers: int = 0
-    state: StateShape | None = None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_ring: bool) -> CacheShape:
-        """keeps_ring: the convolution's inputs are kept as layers/state_cache.py says of a GPU."""
-        num_layers, kv_heads, head_dim = kv_sizes(checkpoint)
-        read = HYBRIDS.get(checkpoint.architecture)
-        if read is None:
-            return cls(num_layers, kv_heads, head_dim, dtype)
-        hybrid = read(checkpoint)
-        state, kernel = hybrid.delta_net.state_shape, hybrid.delta_net.conv_kernel
-        return cls(hybrid.num_attention_layers, kv_heads, head_dim, dtype, hybrid.num_state_layers, replace(state, conv_tail=kernel) if keeps_ring else state)
-
-    def needs(self, args: EngineArgs, context_length: int, max_rows: int, chunk_tokens: int) -> CacheNeeds:
-        return CacheNeeds(
-            token_bytes=2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize,
-            slot_bytes=0 if self.state is None else self.num_state_layers * self.state.num_bytes,
-            max_rows=max_rows,
-            may_lower_rows=args.max_batch_size is None,
-            context_length=context_length,
-            may_shorten=args.max_model_len is None,
-            snapshots=args.enable_prefix_caching,
-            chunk_tokens=chunk_tokens,
-        )
-
-    def build(self, plan: CachePlan, device: torch.device) -> KVCache:
-        sizes = (self.num_layers, plan.num_blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim, self.dtype)
-        if self.state is None:
-            return KVCache(*sizes, device)
-        return HybridCache(*sizes, StateCache(self.num_state_layers, plan.max_rows + plan.num_snapshots, self.state, device), device)
-
-
 def build_scheduler(args: EngineArgs, plan: CachePlan, is_hybrid: bool, chunk_tokens: int, chunk_beside_answers: int | None) -> Scheduler:
     pool = BlockPool(plan.num_blocks, BLOCK_SIZE, enable_prefix_caching=args.enable_prefix_caching)
     states = StatePool(plan.max_rows, plan.num_snapshots, plan.interval_blocks) if is_hybrid else None
     return Scheduler(pool, plan.max_rows, chunk_tokens, states, prefill_chunk_beside_answers=chunk_beside_answers)
 
 
-def describe(model: Model, cache: KVCache, plan: CachePlan) -> dict[str, Any]:
+def describe(model: Model, cache: KVCache, plan: CachePlan, experts: ExpertCache | None) -> dict[str, Any]:
     """Facts for Capabilities.details."""
     states = {"state_bytes": plan.state_bytes, "state_snapshots": plan.num_snapshots, "snapshot_interval": plan.interval_blocks * BLOCK_SIZE}
     return {
@@ -153,7 +128,8 @@ def describe(model: Model, cache: KVCache, plan: CachePlan) -> dict[str, Any]:
         "kv_cache_bytes": cache.num_bytes,
         "kv_blocks": plan.num_blocks,
         "block_size": BLOCK_SIZE,
-        **(states if isinstance(cache, HybridCache) else {}),
+        **({} if cache.states is None else states),
+        **({} if experts is None else {"expert_cache_bytes": experts.budget}),
     }
 
 
@@ -171,22 +147,24 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
     torch.set_num_threads(num_threads)  # of this thread alone
     dtype = _cpu_dtype(args.dtype)
     kv_dtype = dtype or default_dtype() if args.kv_cache_dtype == "auto" else DTYPES[args.kv_cache_dtype]
-    shape = CacheShape.of(order.checkpoint, kv_dtype, keeps_ring=False)
+    shape = cache_shape(order.checkpoint, kv_dtype, keeps_ring=False, share=order.share)
     chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
     needs = shape.needs(args, order.context_length, args.max_batch_size or _CPU_ROWS, chunk)
     if (explicit := args.kv_cache_bytes) is None:
-        plan = plan_caches(needs, psutil.virtual_memory().available // 4, fills=False, remedy="free some memory, set kv_cache_memory")
+        free = order.agreed(psutil.virtual_memory().available) // order.share.size
+        plan = plan_caches(needs, free // 4, fills=False, remedy="free some memory, set kv_cache_memory")
     else:
         check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
     log_limits(args, needs, plan, "a quarter of the free memory")
+    experts = expert_cache(args, order.checkpoint, dtype or default_dtype(), psutil.virtual_memory().available, on_gpu=False)
     with torch.inference_mode():
-        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0))
+        model = order.build_model(CpuDevice(dtype, num_threads if native_kernels else 0, order.group, experts))
         cache = shape.build(plan, torch.device("cpu"))
-    scheduler = build_scheduler(args, plan, shape.state is not None, chunk, None)
-    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads)
-    details = {**describe(model, cache, plan), "num_threads": num_threads}
-    return Plane(scheduler, runner, "cpu", plan.context_length, plan.max_rows, chunk > 0, details)
+    scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, None)
+    runner = ModelRunner(model, cache, BLOCK_SIZE, num_threads, order.group)
+    details = {**describe(model, cache, plan, experts), "num_threads": num_threads}
+    return Plane(scheduler, order.led(runner), "cpu", plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
 def check_explicit(args: EngineArgs, asked: int, room: int, where: str) -> None:

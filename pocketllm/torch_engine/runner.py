@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pocketllm.backends.base import TokenLogprobs
-from pocketllm.torch_engine.masks import Masks
+from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
 
@@ -56,7 +56,7 @@ class Runner(Protocol):
     vocab_size: int
     runs_ahead: bool
 
-    def launch(self, step: Sequence[ScheduledRow], masks: Masks, copies: Sequence[StateCopy]) -> Flight:
+    def launch(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy]) -> Flight:
         """Compute one step, or begin to.
 
         What is read of the rows has to be read here: they change as soon as this returns. At most one flight is under way when this is called.
@@ -77,3 +77,6 @@ class Runner(Protocol):
         """`row` leaves the running rows, ended or preempted, and `row.slot`, which it still has, becomes free for another row.
 
         It may be part of the flight that is under way, whose result for it is then dropped."""
+
+    def close(self, *, has_failed: bool) -> None:
+        """The last call: the engine ends, after a step that failed where `has_failed`."""

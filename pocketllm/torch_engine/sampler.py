@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.splitmix import splitmix64
 
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
-_CANDIDATES = 256  # ids with noise of their own; a nucleus is rarely larger, and beside them the others are rarely drawn
+CANDIDATES = 256  # ids with noise of their own; a nucleus is rarely larger, and beside them the others are rarely drawn
 _REST = -1  # stands for all other ids together
 
 # What a byte of a mask adds to eight logits, [256, 8]: 0 where its bit is set, else minus infinity. Copying rows of it is far faster than where().
@@ -52,22 +53,73 @@ def sample(
         if not finite[row]:
             ids[row] = None
             continue
-        is_greedy = request.temperature == 0 or request.top_k == 1  # which of two equal logits topk takes is not defined: here it is the first
-        if is_greedy and row not in masks:
+        if is_greedy(request) and row not in masks:
             continue
         own, largest = logits[row], best[row]
         if row in masks:
-            own = own + _bias(masks[row], own.shape[0])
+            own = own + bias(masks[row], own.shape[0])
             largest, greedy_id = own.max(dim=-1)
             ids[row] = int(greedy_id) if math.isfinite(largest) else None
-        if not is_greedy and ids[row] is not None:
+        if not is_greedy(request) and ids[row] is not None:
             ids[row] = _draw(own.double() - largest, request, draws[row])
     return ids
 
 
-def _bias(words: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
+def is_greedy(request: EngineRequest) -> bool:
+    """Which of two equal logits topk takes is not defined: here it is the first."""
+    return request.temperature == 0 or request.top_k == 1
+
+
+def bias(words: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
     """[vocab_size] float32: 0 where the id's bit is set, else minus infinity."""
     return torch.from_numpy(_BYTE_BIAS.take(words.astype("<u4", copy=False).view(np.uint8), axis=0)).view(-1)[:vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most likely ids of one row, most likely first.
+
+    Args:
+        values: [num_candidates] float64, their logits divided by the temperature; the largest is 0.
+        ids: [num_candidates] int64.
+        log_total: logarithm of the sum of exp(value) over all ids.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor
+    log_total: float
+
+
+def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled: torch.Tensor | None) -> int | None:
+    """Draw number `draw` of one row: top-k, then top-p over what top-k left.
+
+    Args:
+        candidates: request.top_k of them where that is less than the vocabulary, else about CANDIDATES.
+        scaled: [vocab_size] float64, `values` of all ids; None where they are not at hand, and then the result is None where they decide.
+    """
+    values, ids = candidates.values, candidates.ids
+    is_cut = 0 < request.top_k <= values.shape[0]
+    total = float(values.logsumexp(dim=-1)) if is_cut else candidates.log_total
+    mass = float((values - total).exp().sum())
+    rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - mass)
+    if request.top_p < 1:
+        if not is_cut and mass < request.top_p:
+            if scaled is None:
+                return None
+            values, ids = scaled.sort(descending=True)
+        summed = (values - total).exp().cumsum(dim=-1)
+        size = int(torch.searchsorted(summed, request.top_p)) + 1  # the id that crosses top_p is kept
+        values, ids = values[:size], ids[:size]
+    found = ids.numpy()
+    sums = (values - total).numpy() + gumbel(request.seed, draw, found)
+    best = int(sums.argmax())
+    if rest == 0 or sums[best] >= math.log(rest) + gumbel(request.seed, draw, np.array([_REST]))[0]:
+        return int(found[best])
+    if scaled is None:
+        return None
+    others = scaled.numpy().copy()
+    others[found] = -np.inf
+    return int((others + gumbel(request.seed, draw, np.arange(scaled.shape[0]))).argmax())
 
 
 def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
@@ -78,20 +130,7 @@ def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
     scaled = logits / request.temperature
     vocab_size = scaled.shape[0]
     is_cut = 0 < request.top_k < vocab_size
-    values, ids = scaled.topk(request.top_k if is_cut else min(_CANDIDATES, vocab_size))
-    total = float((values if is_cut else scaled).logsumexp(dim=-1))
-    rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - float((values - total).exp().sum()))
-    if request.top_p < 1:
-        if not is_cut and float((values - total).exp().sum()) < request.top_p:
-            values, ids = scaled.sort(descending=True)
-        mass = (values - total).exp().cumsum(dim=-1)
-        size = int(torch.searchsorted(mass, request.top_p)) + 1  # the id that crosses top_p is kept
-        values, ids = values[:size], ids[:size]
-    found = ids.numpy()
-    sums = (values - total).numpy() + gumbel(request.seed, draw, found)
-    best = int(sums.argmax())
-    if rest == 0 or sums[best] >= math.log(rest) + gumbel(request.seed, draw, np.array([_REST]))[0]:
-        return int(found[best])
-    others = scaled.numpy().copy()
-    others[found] = -np.inf
-    return int((others + gumbel(request.seed, draw, np.arange(vocab_size))).argmax())
+    values, ids = scaled.topk(request.top_k if is_cut else min(CANDIDATES, vocab_size))
+    token_id = draw_among(Candidates(values, ids, 0.0 if is_cut else float(scaled.logsumexp(dim=-1))), request, draw, scaled)
+    assert token_id is not None, "all logits are at hand"
+    return token_id

@@ -15,7 +15,7 @@ from pocketllm.torch_engine.scheduler import ScheduledRow
 _PROMPT_ROWS = 8  # prompts of a captured step; one that has more of them is launched kernel by kernel
 _MOST_ALONE = 1024  # prompt tokens of a captured step without answers; longer ones take the device more time than the host
 _ALONE = (64, 128, 256, 384, 512, 768, _MOST_ALONE)
-_TOKENS_BESIDE = 512  # of a step with answers and prompts, all together: what tiles of 128 rows divide
+_TOKENS_BESIDE = 384  # of a step with answers and prompts, all together: what tiles of 128 rows divide, at about twice the time of answers alone
 _LEAST_BESIDE = 256  # prompt tokens that many answers leave
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pocketllm.checkpoint import Checkpoint
-from pocketllm.errors import ConfigurationError
+from pocketllm.checkpoint import Checkpoint, TensorInfo
+from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.torch_engine.quant.fp4 import GROUP, dequantize_fp4
 from pocketllm.torch_engine.quant.fp8 import BlockScales, dequantize_fp8
 from pocketllm.torch_engine.quant.gguf_blocks import dequantize
+from pocketllm.torch_engine.share import joined
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ID_TYPES = ("I64", "I32")
 _FP8_TYPE = "F8_E4M3"
 _FP8_BLOCK = (128, 128)
+FP4_TYPE = "FP4"  # of two values in each byte, which safetensors has no word for
+_PACKED_TYPES = ("I8", "F4")
+_POWERS_TYPE = "F8_E8M0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +33,11 @@ class StoredTensor:
 
     Args:
         name: as the file spells it.
-        type: "F32", "F16", "BF16", "F8_E4M3", or a GGUF block type such as "Q4_1".
+        type: "F32", "F16", "BF16", "F8_E4M3", "FP4", or a GGUF block type such as "Q4_1".
         shape: in torch's order.
         blocks: uint8 [*shape[:-1], bytes of a row] of a block type, else None.
-        values: the tensor of a float type, else None.
-        scales: what "F8_E4M3" values are multiplied by, else None.
+        values: the tensor of a float type; of "FP4" int8 with two values a byte, [rows, columns / 2]; else None.
+        scales: what "F8_E4M3" and "FP4" values are multiplied by, else None.
     """
 
     name: str
@@ -57,7 +64,10 @@ class StoredTensor:
         else:
             assert self.values is not None
             assert self.scales is not None
-            dequantize_fp8(self.values, self.scales, out)
+            if self.type == FP4_TYPE:
+                dequantize_fp4(self.values, self.scales.values, out)
+            else:
+                dequantize_fp8(self.values, self.scales, out)
         return out
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -66,12 +76,76 @@ class StoredTensor:
         assert self.scales is None
         return self.values.to(device).to(dtype)
 
+    def rows(self, parts: Sequence[range]) -> StoredTensor:
+        """Some of its rows (places in the first dimension), as one rank holds them; one run of them is a view, and the others are not read.
+
+        Raises:
+            UnsupportedFeatureError: a run begins or ends within a block of FP8 that shares a scale.
+        """
+        runs = joined(parts)
+        if runs == [range(self.shape[0])]:
+            return self
+        scales = None
+        if self.scales is not None:
+            height = self.scales.block[0]
+            self._check_cuts(runs, self.shape[0], height, "rows")
+            blocks_of_rows = [slice(run.start // height, -(-run.stop // height)) for run in runs]
+            scales = BlockScales(_one([self.scales.values[part] for part in blocks_of_rows]), self.scales.block)
+        places = [slice(run.start, run.stop) for run in runs]
+        return StoredTensor(
+            _part_name(self.name, runs),
+            self.type,
+            (sum(map(len, runs)), *self.shape[1:]),
+            None if self.blocks is None else self.blocks[places[0]] if len(places) == 1 else np.concatenate([self.blocks[part] for part in places]),
+            None if self.values is None else _one([self.values[part] for part in places]),
+            scales,
+        )
+
+    def columns(self, parts: Sequence[range]) -> StoredTensor:
+        """Some columns of a matrix, likewise.
+
+        Raises:
+            UnsupportedFeatureError: a run begins or ends within a block of columns that share a scale.
+        """
+        runs = joined(parts)
+        if runs == [range(self.shape[1])]:
+            return self
+        scales, blocks, values = None, None, None
+        places = [slice(run.start, run.stop) for run in runs]
+        if self.blocks is not None:
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
+            self._check_cuts(runs, self.shape[1], per_block, "columns")
+            in_bytes = [slice(run.start // per_block * block_bytes, run.stop // per_block * block_bytes) for run in runs]
+            blocks = np.concatenate([self.blocks[:, part] for part in in_bytes], axis=1)
+        if self.scales is not None:
+            width = self.scales.block[1]
+            self._check_cuts(runs, self.shape[1], width, "columns")
+            blocks_of_columns = [slice(run.start // width, -(-run.stop // width)) for run in runs]
+            scales = BlockScales(_one([self.scales.values[:, part] for part in blocks_of_columns], 1), self.scales.block)
+        if self.values is not None:
+            values = _one([self.values[:, part] for part in places], 1)
+        return StoredTensor(_part_name(self.name, runs), self.type, (self.shape[0], sum(map(len, runs))), blocks, values, scales)
+
+    def _check_cuts(self, runs: Sequence[range], end: int, block: int, what: str) -> None:
+        for place in (place for run in runs for place in (run.start, run.stop)):
+            if place % block and place != end:
+                raise UnsupportedFeatureError(
+                    f"Tensor {self.name} is {self.type} in blocks of {block} {what}, and the ranks would cut it at {place}: "
+                    "send another tensor_parallel_size, or use an unquantized checkpoint.",
+                    param="tensor_parallel_size",
+                )
+
     def select_rows(self, order: torch.Tensor) -> StoredTensor:
         """The same tensor with its rows (indices of the first dimension) in another order, or some of them; blocks run along rows, so they move whole."""
         blocks = None if self.blocks is None else self.blocks[order.numpy()]
         values = None if self.values is None else self.values[order]
         scales = None if self.scales is None else self.scales.select_rows(order)
         return StoredTensor(self.name, self.type, (order.numel(), *self.shape[1:]), blocks, values, scales)
+
+    def part(self, place: int) -> StoredTensor:
+        """One of the matrices that a tensor of three dimensions stacks."""
+        blocks = None if self.blocks is None else self.blocks[place]
+        return StoredTensor(f"{self.name}[{place}]", self.type, self.shape[1:], blocks, None if self.values is None else self.values[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +223,13 @@ class Weights:
         Raises:
             ConfigurationError: it is missing, or its shape is another.
         """
-        stored = self._gguf_name(name) if self._checkpoint.gguf is not None else name
-        info = self._infos.get(stored)
-        if info is None:
-            raise ConfigurationError(f"{self._checkpoint.path} lacks the tensor {stored}: download or convert the model again.", param="model")
-        if info.shape != shape:
-            raise ConfigurationError(
-                f"Tensor {stored} of {self._checkpoint.path} has the shape {list(info.shape)} where the model's config asks for {list(shape)}: "
-                "the file and its config do not belong together.",
-                param="model",
-            )
-        self._left.discard(stored)
+        info = self._take(name, shape)
+        stored = info.name
         if self._checkpoint.gguf is None:
-            scales = self._take_scales(stored, shape) if info.type == _FP8_TYPE else None
+            if info.type in _PACKED_TYPES:
+                packed = self._read(info.file, stored).view(torch.int8)
+                return StoredTensor(stored, FP4_TYPE, shape, None, packed, self._take_scales(stored, FP4_TYPE, shape, (1, GROUP)))
+            scales = self._take_scales(stored, _FP8_TYPE, shape, _FP8_BLOCK) if info.type == _FP8_TYPE else None
             return StoredTensor(stored, info.type, shape, None, self._read(info.file, stored), scales)
         data = self._checkpoint.gguf.tensors[stored].data
         if info.type in _FLOAT_TYPES:
@@ -173,6 +241,28 @@ class Weights:
                 param="model",
             )
         return StoredTensor(stored, info.type, shape, data.reshape(*shape[:-1], -1), None)
+
+    def take_ids(self, name: str, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        """The tensor `name` of whole numbers in [0, count), as int64.
+
+        Raises:
+            ConfigurationError: it is missing, its shape or type is another, or a number lies outside.
+        """
+        info = self._take(name, shape)
+        if info.type not in _ID_TYPES:
+            raise ConfigurationError(
+                f"Tensor {info.name} of {self._checkpoint.path} is stored as {info.type}, and is read as {' or '.join(_ID_TYPES)}: download the model again.",
+                param="model",
+            )
+        gguf = self._checkpoint.gguf
+        values = self._read(info.file, info.name) if gguf is None else torch.from_numpy(gguf.tensors[info.name].data.reshape(shape))
+        ids = values.to(torch.int64, copy=True)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            raise ConfigurationError(
+                f"Tensor {info.name} of {self._checkpoint.path} holds numbers outside [0, {count}): the file and its config do not belong together.",
+                param="model",
+            )
+        return ids
 
     def finish(self) -> None:
         """Check that every tensor of the file was taken.
@@ -195,23 +285,44 @@ class Weights:
         if self._checkpoint.gguf is not None:
             self._checkpoint.gguf.release_pages()
 
-    def _take_scales(self, weight: str, shape: tuple[int, ...]) -> BlockScales:
-        name = f"{weight}_scale_inv"
+    def _take(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        stored = self._gguf_name(name) if self._checkpoint.gguf is not None else name
+        info = self._infos.get(stored)
+        if info is None:
+            raise ConfigurationError(f"{self._checkpoint.path} lacks the tensor {stored}: download or convert the model again.", param="model")
+        if self._checkpoint.gguf is None and info.type in _PACKED_TYPES:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if info.shape != shape:
+            raise ConfigurationError(
+                f"Tensor {stored} of {self._checkpoint.path} has the shape {list(info.shape)} where the model's config asks for {list(shape)}: "
+                "the file and its config do not belong together.",
+                param="model",
+            )
+        self._left.discard(stored)
+        return info
+
+    def _take_scales(self, weight: str, kind: str, shape: tuple[int, ...], block: tuple[int, int]) -> BlockScales:
+        """The scales of the blocks of a weight of `kind`, beside it under one of the two names that checkpoints use."""
+        names = (f"{weight}_scale_inv", f"{weight.removesuffix('.weight')}.scale")
+        name = next((name for name in names if name in self._infos), names[0])
         if len(shape) != 2:
             raise ConfigurationError(
-                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE} and no matrix, which has no blocks to scale: use an unquantized checkpoint.",
+                f"Tensor {weight} of {self._checkpoint.path} is {kind} and no matrix, which has no blocks to scale: use an unquantized checkpoint.",
                 param="model",
             )
         info = self._infos.get(name)
-        wanted = tuple(-(-size // block) for size, block in zip(shape, _FP8_BLOCK, strict=True))
-        if info is None or info.shape != wanted:
-            found = "is missing" if info is None else f"has the shape {list(info.shape)}"
+        wanted = tuple(-(-size // one) for size, one in zip(shape, block, strict=True))
+        is_exact = kind != FP4_TYPE or (shape[1] % GROUP == 0 and info is not None and info.type == _POWERS_TYPE)
+        if info is None or info.shape != wanted or not is_exact:
+            kinds = (f" in {info.type}", f" in {_POWERS_TYPE}") if info is not None and kind == FP4_TYPE else ("", "")
+            found = "is missing" if info is None else f"has the shape {list(info.shape)}{kinds[0]}"
             raise ConfigurationError(
-                f"Tensor {weight} of {self._checkpoint.path} is {_FP8_TYPE}, and {name} {found} where {list(wanted)} is needed: download the model again.",
+                f"Tensor {weight} of {self._checkpoint.path} is {kind}, and {name} {found} where {list(wanted)}{kinds[1]} is needed: download the model again.",
                 param="model",
             )
         self._left.discard(name)
-        return BlockScales(self._read(info.file, name), _FP8_BLOCK)
+        values = self._read(info.file, name)
+        return BlockScales(values.float() if kind == _FP8_TYPE and info.type == _POWERS_TYPE else values, block)
 
     def _read(self, file: Path, name: str) -> torch.Tensor:
         try:
@@ -221,6 +332,15 @@ class Weights:
             return tensor
         except (SafetensorError, OSError) as error:
             raise ConfigurationError(f"Tensor {name} of {file} can't be read ({error}): download the file again.", param="model") from error
+
+
+def _one(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _part_name(name: str, runs: Sequence[range]) -> str:
+    """A part is another tensor, for whoever keeps tensors by their names."""
+    return f"{name}[{','.join(f'{run.start}:{run.stop}' for run in runs)}]"
 
 
 def _as_float(data: np.ndarray, tensor_type: str) -> torch.Tensor:

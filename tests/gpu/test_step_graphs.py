@@ -12,6 +12,7 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE
 from pocketllm.torch_engine.device_sampler import DrawnTokens
 from pocketllm.torch_engine.gpu_runner import GpuRunner
+from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
@@ -44,9 +45,9 @@ class Recorder:
     def __post_init__(self) -> None:
         self._draw = self.runner._sampler.draw
 
-    def draw(self, logits: torch.Tensor) -> DrawnTokens:
+    def draw(self, logits: torch.Tensor, keep: LastIds | None = None) -> DrawnTokens:
         self.logits.append(logits.float().cpu())
-        return self._draw(logits)
+        return self._draw(logits, keep)
 
 
 def run_steps(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

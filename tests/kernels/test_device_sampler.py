@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, NOTHING_ALLOWED, DeviceSampler
 from pocketllm.torch_engine.kernels.logprobs import device_logprobs
-from pocketllm.torch_engine.kernels.sampler import sample_tokens
+from pocketllm.torch_engine.kernels.sampler import LastIds, sample_tokens
 from pocketllm.torch_engine.logprobs import LOWEST, rank
 from pocketllm.torch_engine.sampler import sample
 
@@ -80,6 +80,20 @@ def test_rows_that_draw_nothing_say_why(device: torch.device) -> None:
     assert ids[0] == ids[2] == 0
 
 
+def test_ids_are_kept_by_slot_and_greedy_steps_follow_any_other(device: torch.device) -> None:
+    """Of a greedy step after a greedy one nothing is sent to the device."""
+    sampler = DeviceSampler(3, 100, device)
+    keep = LastIds(torch.full((4,), -1, dtype=torch.int64, device=device), torch.tensor([2, 0], device=device))
+    generator = torch.Generator().manual_seed(5)
+    for step, heat in enumerate((0.0, 0.0, 1.0, 0.0, 0.0, 0.7)):
+        logits = torch.randn(2, 100, generator=generator)
+        requests = [request(heat, seed=row) for row in range(2)]
+        sampler.prepare(requests, [step] * 2)
+        ids, _status = sampler.draw(logits.to(device), keep).wait()
+        assert ids == sample(logits, requests, [step] * 2, {})
+        assert keep.ids.tolist() == [ids[1], -1, ids[0], -1]
+
+
 def test_a_graph_of_more_rows_reads_the_same_tensors(device: torch.device) -> None:
     """Rows after those of the step are greedy, whatever they were in the step before."""
     sampler = DeviceSampler(4, 100, device)
@@ -87,5 +101,5 @@ def test_a_graph_of_more_rows_reads_the_same_tensors(device: torch.device) -> No
     logits = torch.randn(4, 100)
     sampler.prepare([request(seed=row, top_k=5) for row in range(4)], [1] * 4, {3: np.full(4, 1, np.uint32)})
     sampler.prepare([request(seed=9, top_k=5)], [7])
-    ids, _status = sample_tokens(logits.to(device), tensors)
+    ids, _status = sample_tokens(logits.to(device), tensors).unbind(1)
     assert ids.tolist() == [*sample(logits[:1], [request(seed=9, top_k=5)], [7]), *logits[1:].argmax(-1).tolist()]

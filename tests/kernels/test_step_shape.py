@@ -63,9 +63,9 @@ def test_steps_that_a_scheduler_makes_are_captured(max_rows: int) -> None:
 
 
 def test_prompts_that_end_just_behind_a_chunk_fit_too() -> None:
-    shapes = captured_shapes(64, 8192, 448)
+    shapes = captured_shapes(64, 8192, 320)
     assert taken(shapes, step_of(*[65] * 6, 57)) is not None
-    assert taken(shapes, step_of(*[1] * 59, 129, 129, 65, 65, 60)) is not None
+    assert taken(shapes, step_of(*[1] * 59, 129, 65, 65, 61)) is not None
     assert taken(shapes, step_of(*[2] * 9)) is None
 
 
@@ -76,10 +76,10 @@ def test_what_was_asked_for_is_the_largest() -> None:
     assert {shape.num_prompt_tokens for shape in captured_shapes(64, 24, 24)} == {0, 24}
     unlimited = captured_shapes(64, 0, 0)
     assert max(shape.num_prompt_tokens for shape in unlimited) == 1024
-    assert max(shape.num_prompt_tokens for shape in unlimited if shape.num_decode) == 448
+    assert max(shape.num_prompt_tokens for shape in unlimited if shape.num_decode) == 320
 
 
 def test_answers_and_prompts_fill_whole_tiles() -> None:
-    assert [chunk_beside_answers(rows) for rows in (1, 64, 65, 128, 1000)] == [448, 448, 384, 384, 256]
-    totals = {shape.num_tokens for shape in captured_shapes(64, 8192, 448) if shape.num_decode == 64 and shape.num_prompts}
-    assert totals == {128, 256, 384, 512}
+    assert [chunk_beside_answers(rows) for rows in (1, 64, 65, 128, 1000)] == [320, 320, 256, 256, 256]
+    totals = {shape.num_tokens for shape in captured_shapes(64, 8192, 320) if shape.num_decode == 64 and shape.num_prompts}
+    assert totals == {128, 256, 384}

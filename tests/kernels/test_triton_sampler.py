@@ -49,9 +49,8 @@ def mask_of(allowed: np.ndarray) -> np.ndarray:
 
 
 def drawn(logits: torch.Tensor, how: SamplingTensors, **options: Any) -> tuple[list[int], list[int]]:
-    ids, status = sample_tokens(logits, how, **{"tile": TILE, **options})
-    assert ids.dtype == torch.int64
-    assert status.dtype == torch.int32
+    ids, status = sample_tokens(logits, how, **{"tile": TILE, **options}).unbind(1)
+    assert ids.dtype == status.dtype == torch.int64
     return ids.tolist(), status.tolist()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_qwen3_5 import SIZES, greedy, write_tiny
+from stepped_plane import greedy
+from tiny_qwen3_5 import SIZES, write_tiny
 
 from pocketllm.backends.base import EngineRequest, StepOutput
 from pocketllm.backends.select import select_backend

@@ -12,7 +12,8 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_5 import SIZES, Plane, fill, greedy, load, write_fp8, write_tiny, write_tiny_gguf, write_tiny_moe
+from stepped_plane import Plane, assert_logits, greedy
+from tiny_qwen3_5 import SIZES, fill, load, write_fp8, write_tiny, write_tiny_gguf, write_tiny_moe
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
@@ -45,16 +46,6 @@ def expected(checkpoint: tuple[Path, Any]) -> dict[int, list[int]]:
     answers = {length: greedy(checkpoint[1], prompt_of(length), ANSWER) for length in LENGTHS}
     assert all(len(set(answer)) > 8 for answer in answers.values()), "the model repeats itself, which proves little"
     return answers
-
-
-def assert_logits(plane: Plane, name: str, oracle: Any, prompt: list[int]) -> None:
-    """Within 1e-4, relative to the largest, of one pass of transformers over prompt and answer."""
-    ids = torch.tensor([prompt + plane.answers[name]])
-    with torch.no_grad():
-        wanted = oracle(ids).logits[0, len(prompt) - 1 : -1]
-    got = torch.stack(plane.logits[name])
-    assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

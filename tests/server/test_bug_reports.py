@@ -576,8 +576,8 @@ def test_065_memory_does_not_grow_with_the_number_of_requests() -> None:
     assert max(warm) - warm[0] < 1  # MiB: 1,200 requests that each left a kilobyte would show
 
 
-def test_066_ranks_that_would_survive_do_not_exist(tiny: Path) -> None:
-    """Not applicable yet: no plane starts more than one rank, and asking for two is refused by name before anything is started."""
+def test_066_a_library_call_starts_no_ranks_that_would_survive(tiny: Path) -> None:
+    """The supervisor alone starts ranks, and tests/parallel kills each of its processes; asking for two in a process that is none is refused by name."""
     before = psutil.Process().children()  # servers of other tests
     with pytest.raises(PocketLLMError) as caught:
         GenerationService.open(tiny_args(tiny, tensor_parallel_size=2))

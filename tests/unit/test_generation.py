@@ -373,8 +373,10 @@ def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     assert caught.value.param == "sampling_params"
 
 
-def test_options_that_no_plane_takes_are_refused_before_a_model_is_looked_for() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="not supported yet: one device runs the whole model"):
+def test_ranks_that_nobody_has_started_are_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(
+        UnsupportedFeatureError, match='"tensor_parallel_size" = 2 needs as many processes: use pocketllm serve, which starts them, or torchrun'
+    ):
         GenerationService.open(EngineArgs(model="./no/such/model.gguf", tensor_parallel_size=2))
 
 

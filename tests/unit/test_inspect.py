@@ -165,7 +165,8 @@ except UnsupportedFeatureError as error:
     ("options", "param"),
     [
         ({"backend": "cpp"}, "backend"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device"),
+        ({"tensor_parallel_size": 2, "backend": "cpp"}, "backend"),
         ({"speculative_method": "mtp"}, "speculative_method"),
         ({"speculative_tokens": 3}, "speculative_tokens"),
         ({"device": "tpu"}, "device"),

@@ -35,15 +35,16 @@ __device__ __forceinline__ float exchange_sums(const float (&values)[kCount]) {
 }
 
 template <typename T, int kGroup>
-__global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, int max_blocks, float* partial, int* tickets) {
+__global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, bool reads_early, int num_splits, int max_blocks, float* partial, int* tickets) {
     constexpr int kPadded = kGroup > 4 ? 8 : kGroup > 2 ? 4 : kGroup, kTokens = kPadded > 4 ? 32 / kPadded : 8, kPairs = kPadded * kTokens;
     constexpr int kShift = kPairs == 32 ? 0 : kPairs == 16 ? 1 : 2;  // lanes of one pair, as a power of two
-    extern __shared__ float memory[];                       // [kWarps / 2][kGroup][head_dim]; before that queries [kGroup][head_dim], key and value
-    __shared__ float all_maxima[kWarps][kGroup], all_sums[kWarps][kGroup];
+    extern __shared__ __align__(16) float memory[];         // [kWarps][kGroup][head_dim]; before that queries [kGroup][head_dim] and the key
+    __shared__ float all_maxima[kWarps][kGroup], all_sums[kWarps][kGroup], block_maxima[kGroup], block_sums[kGroup];
     __shared__ bool is_last;
     let_next_start();
     const AttentionShape& shape = call.shape;
-    const int split = blockIdx.x, num_splits = gridDim.x, row = blockIdx.z, first_head = blockIdx.y * kGroup;
+    const int split = blockIdx.x, row = blockIdx.z, first_head = blockIdx.y * kGroup;
+    if (split >= num_splits) return wait_for_inputs();      // an idle block
     const int kv_head = first_head / (shape.num_heads / shape.num_kv_heads);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head_dim = shape.head_dim, first = lane * 8;
     const bool has_dims = first < head_dim;
@@ -56,18 +57,32 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
         const std::int64_t slot = static_cast<std::int64_t>(table[token / call.cache.block_size]) * call.cache.block_size + token % call.cache.block_size;
         return cache_place(call.cache, shape.num_kv_heads, head_dim, slot, kv_head);
     };
-    const int lines = (head_dim * static_cast<int>(sizeof(T)) + 127) / 128;
-    for (int index = threadIdx.x; index < 2 * lines * min(end - begin, 64); index += kThreads) {
-        const std::int64_t at = place_of(begin + index / (2 * lines)) + index % lines * (128 / static_cast<int>(sizeof(T)));
-        prefetch_l2(index / lines % 2 ? values + at : keys + at);
+    // What is there before the projections are: the first tokens' keys and values, which earlier steps wrote, and constants.
+    if (!reads_early) wait_for_inputs();
+    Eight<T> key_words[kTokens], value_words[kTokens];
+    const auto load_tokens = [&](int start) {
+        const std::int64_t mine = place_of(min(start + lane % kTokens, end - 1));
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            const std::int64_t at = __shfl_sync(0xffffffffu, mine, token) + first;
+            key_words[token].clear(), value_words[token].clear();
+            if (has_dims && start + token < end) key_words[token].load(keys + at), value_words[token].load(values + at);
+        }
+    };
+    const int first_start = begin + warp * kTokens;
+    if (first_start < end) load_tokens(first_start);
+    const int position = call.step.positions[row], half = shape.rotary_dim / 2;
+    for (int index = 4 * threadIdx.x; index < half && half % 4 == 0; index += 4 * kThreads) {
+        touch(call.weights.cosines + static_cast<std::int64_t>(position) * half + index);
+        touch(call.weights.sines + static_cast<std::int64_t>(position) * half + index);
     }
+    for (int index = 4 * threadIdx.x; index < head_dim; index += 4 * kThreads) touch(call.weights.query_norm.weight + index), touch(call.weights.key_norm.weight + index);
     wait_for_inputs();
 
     const std::int64_t token_row = row, projections = token_row * call.projections.stride;
     const int query_size = 2 * shape.num_heads * head_dim;
     float *queries = memory, *new_key = memory + kGroup * head_dim;
     for (int item = warp; item < kGroup + (has_new ? 1 : 0); item += kWarps) {
-        const int position = call.step.positions[row];
         if (item < kGroup) {
             const std::int64_t at = projections + static_cast<std::int64_t>(first_head + item) * 2 * head_dim;
             LaneHead head = load_lane(call.projections.data, call.projections.dtype, at, head_dim);
@@ -103,15 +118,9 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
     float maximum = -INFINITY, own_sum = 0.0f;              // of this lane's head; own_sum of its pairs alone
     const int pair = lane >> kShift, my_token = pair / kPadded, my_member = pair % kPadded;
 
-    for (int start = begin + warp * kTokens; start < end; start += kWarps * kTokens) {
-        Eight<T> key_words[kTokens], value_words[kTokens];
-        const std::int64_t mine = place_of(min(start + lane % kTokens, end - 1));
-#pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-            const std::int64_t at = __shfl_sync(0xffffffffu, mine, token) + first;
-            key_words[token].clear(), value_words[token].clear();
-            if (has_dims && start + token < end) key_words[token].load(keys + at), value_words[token].load(values + at);
-        }
+    for (int start = first_start; start < end; start += kWarps * kTokens) {
+        // The first ones are loaded, but for the new token's, which was not there yet.
+        if (start > first_start || (has_new && start + kTokens >= end)) load_tokens(start);
         float scores[kPairs];
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
@@ -157,65 +166,64 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
         }
     }
 
-    // The warps' shares, then half of the warps at a time.
+    // The warps' shares, in units of the block's largest score.
 #pragma unroll
     for (int step = kPadded << kShift; step < 32; step *= 2) own_sum += __shfl_xor_sync(0xffffffffu, own_sum, step);
     if (my_token == 0 && my_member < kGroup && (lane & ((1 << kShift) - 1)) == 0) all_maxima[warp][my_member] = maximum, all_sums[warp][my_member] = own_sum;
     __syncthreads();
-    float block_maximum[kGroup];
 #pragma unroll
     for (int member = 0; member < kGroup; ++member) {
         float highest = -INFINITY;
+#pragma unroll
         for (int other = 0; other < kWarps; ++other) highest = fmaxf(highest, all_maxima[other][member]);
-        block_maximum[member] = highest;
         const float factor = highest == -INFINITY ? 0.0f : exp2f(all_maxima[warp][member] - highest);
-#pragma unroll
-        for (int index = 0; index < 8; ++index) read[member][index] *= factor;
-    }
-#pragma unroll
-    for (int half = kWarps / 2; half; half /= 2) {
-        if (warp >= half && warp < 2 * half && has_dims) {
-            for (int member = 0; member < kGroup; ++member)
-                for (int index = 0; index < 8; ++index) memory[((warp - half) * kGroup + member) * head_dim + first + index] = read[member][index];
+        if (warp == 0) {                                    // the block's sum of weights
+            const float part = lane < kWarps && highest > -INFINITY ? all_sums[lane][member] * exp2f(all_maxima[lane][member] - highest) : 0.0f;
+            const float total = warp_sum(part);
+            if (lane == 0) block_maxima[member] = highest, block_sums[member] = total;
         }
-        __syncthreads();
-        if (warp < half && has_dims) {
-#pragma unroll
-            for (int member = 0; member < kGroup; ++member)
-#pragma unroll
-                for (int index = 0; index < 8; ++index) read[member][index] += memory[(warp * kGroup + member) * head_dim + first + index];
+        if (has_dims) {
+            auto* to = reinterpret_cast<float4*>(memory + (warp * kGroup + member) * head_dim + first);
+            to[0] = make_float4(read[member][0] * factor, read[member][1] * factor, read[member][2] * factor, read[member][3] * factor);
+            to[1] = make_float4(read[member][4] * factor, read[member][5] * factor, read[member][6] * factor, read[member][7] * factor);
         }
-        __syncthreads();
     }
+    __syncthreads();
+
     const std::int64_t unit = static_cast<std::int64_t>(row) * gridDim.y + blockIdx.y;
-    const std::int64_t part_size = static_cast<std::int64_t>(kGroup) * (head_dim + 2);
-    float* mine = partial + (unit * num_splits + split) * part_size;  // values [kGroup][head_dim], maxima, sums
-    const auto finish = [&](int member, int dim, float value) {
-        const int head = first_head + member;
-        const float gate = load_value(call.projections.data, call.projections.dtype, projections + static_cast<std::int64_t>(head) * 2 * head_dim + head_dim + dim);
-        store_value(call.out.data, call.out.dtype, token_row * call.out.stride + head * head_dim + dim, value * sigmoid(gate));
+    const int unit_size = kGroup * head_dim;
+    // For all units [unit][split]: values [kGroup][head_dim], and behind all of these maxima and sums [2][kGroup].
+    float* parts = partial + unit * num_splits * unit_size;
+    float* notes = partial + static_cast<std::int64_t>(gridDim.z) * gridDim.y * num_splits * unit_size + unit * num_splits * 2 * kGroup;
+    const auto gate_of = [&](int place, int index) {        // of value `index` of the four from `place` on
+        const int member = place / head_dim, dim = place % head_dim + index;
+        return load_value(call.projections.data, call.projections.dtype, projections + static_cast<std::int64_t>(first_head + member) * 2 * head_dim + head_dim + dim);
     };
-    if (warp == 0) {
+    const auto finish = [&](int place, const float (&gates)[4], const float4& value, float factor) {
+        const std::int64_t to = token_row * call.out.stride + static_cast<std::int64_t>(first_head) * head_dim + place;
+        const float values[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
-        for (int member = 0; member < kGroup; ++member) {
-            float total = 0.0f;
-            for (int other = 0; other < kWarps; ++other)
-                total += block_maximum[member] == -INFINITY ? 0.0f : all_sums[other][member] * exp2f(all_maxima[other][member] - block_maximum[member]);
-            if (num_splits == 1) {
-                if (has_dims) {
+        for (int index = 0; index < 4; ++index) store_value(call.out.data, call.out.dtype, to + index, values[index] * factor * sigmoid(gates[index]));
+    };
+    for (int place = 4 * threadIdx.x; place < unit_size; place += 4 * kThreads) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-                    for (int index = 0; index < 8; ++index) finish(member, first + index, total > 0.0f ? read[member][index] / total : 0.0f);
-                }
-            } else {
-                if (has_dims) {
-#pragma unroll
-                    for (int index = 0; index < 8; ++index) mine[member * head_dim + first + index] = read[member][index];
-                }
-                if (lane == 0) mine[kGroup * head_dim + member] = block_maximum[member], mine[kGroup * (head_dim + 1) + member] = total;
-            }
+        for (int other = 0; other < kWarps; ++other) {
+            const float4 part = *reinterpret_cast<const float4*>(memory + other * unit_size + place);
+            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        if (num_splits > 1) {
+            *reinterpret_cast<float4*>(parts + split * unit_size + place) = sum;
+        } else {
+            const float gates[4] = {gate_of(place, 0), gate_of(place, 1), gate_of(place, 2), gate_of(place, 3)}, total = block_sums[place / head_dim];
+            finish(place, gates, sum, total > 0.0f ? 1.0f / total : 0.0f);
         }
     }
     if (num_splits == 1) return;
+    if (threadIdx.x < kGroup) {
+        notes[split * 2 * kGroup + threadIdx.x] = block_maxima[threadIdx.x];
+        notes[(split * 2 + 1) * kGroup + threadIdx.x] = block_sums[threadIdx.x];
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) is_last = atomicAdd(&tickets[unit], 1) == num_splits - 1;
@@ -223,63 +231,85 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
     if (!is_last) return;
     __threadfence();
     if (threadIdx.x == 0) tickets[unit] = 0;
-    const float* parts = partial + unit * num_splits * part_size;
-    for (int index = threadIdx.x; index < kGroup * head_dim; index += kThreads) {
-        const int member = index / head_dim, dim = index % head_dim;
-        float highest = -INFINITY, total = 0.0f, value = 0.0f;
-        for (int other = 0; other < num_splits; ++other) highest = fmaxf(highest, __ldcg(parts + other * part_size + kGroup * head_dim + member));
-        if (highest > -INFINITY) {
-#pragma unroll 4
-            for (int other = 0; other < num_splits; ++other) {
-                const float* part = parts + other * part_size;
-                const float weight = exp2f(__ldcg(part + kGroup * head_dim + member) - highest);
-                total += weight * __ldcg(part + kGroup * (head_dim + 1) + member);
-                value += weight * __ldcg(part + member * head_dim + dim);
-            }
+    float* factors = memory;                                // [num_splits][kGroup], of each split's values
+    for (int member = warp; member < kGroup; member += kWarps) {
+        constexpr int kNotes = 5;                           // of 32 splits each, which are asked for together
+        float maxima[kNotes], sums[kNotes], highest = -INFINITY, total = 0.0f;
+#pragma unroll
+        for (int index = 0; index < kNotes; ++index) {
+            const int other = lane + 32 * index;
+            maxima[index] = other < num_splits ? __ldcg(notes + other * 2 * kGroup + member) : -INFINITY;
+            sums[index] = other < num_splits ? __ldcg(notes + (other * 2 + 1) * kGroup + member) : 0.0f;
         }
-        finish(member, dim, total > 0.0f ? value / total : 0.0f);
+#pragma unroll
+        for (int index = 0; index < kNotes; ++index) highest = fmaxf(highest, maxima[index]);
+        highest = warp_max(highest);
+#pragma unroll
+        for (int index = 0; index < kNotes; ++index) {
+            maxima[index] = highest > -INFINITY ? exp2f(maxima[index] - highest) : 0.0f;
+            total += maxima[index] * sums[index];
+        }
+        total = warp_sum(total);
+#pragma unroll
+        for (int index = 0; index < kNotes; ++index)
+            if (lane + 32 * index < num_splits) factors[(lane + 32 * index) * kGroup + member] = total > 0.0f ? maxima[index] / total : 0.0f;
+    }
+    __syncthreads();
+    for (int place = 4 * threadIdx.x; place < unit_size; place += 4 * kThreads) {
+        const float gates[4] = {gate_of(place, 0), gate_of(place, 1), gate_of(place, 2), gate_of(place, 3)};
+        const int member = place / head_dim;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 16
+        for (int other = 0; other < num_splits; ++other) {
+            const float4 part = __ldcg(reinterpret_cast<const float4*>(parts + other * unit_size + place));
+            const float factor = factors[other * kGroup + member];
+            sum.x = fmaf(factor, part.x, sum.x), sum.y = fmaf(factor, part.y, sum.y), sum.z = fmaf(factor, part.z, sum.z), sum.w = fmaf(factor, part.w, sum.w);
+        }
+        finish(place, gates, sum, 1.0f);
     }
 }
 
 template <typename T, int kGroup>
-void launch_kernel(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
-    const dim3 grid(num_splits, call.shape.num_heads / kGroup, call.step.num_decode);
-    const std::size_t shared = sizeof(float) * static_cast<std::size_t>(std::max(kWarps / 2 * kGroup, kGroup + 1)) * call.shape.head_dim;
-    launch(context, decode_kernel<T, kGroup>, grid, kThreads, shared, call, call.step.max_blocks, partial, tickets);
+void launch_kernel(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
+    const int units = call.shape.num_heads / kGroup * call.step.num_decode;
+    const dim3 grid(std::max(num_splits, ceil_div(context.num_multiprocessors, units)), call.shape.num_heads / kGroup, call.step.num_decode);
+    const std::size_t shared = sizeof(float) * static_cast<std::size_t>(std::max(kWarps * kGroup * call.shape.head_dim, num_splits * kGroup));
+    launch_beside(context, decode_kernel<T, kGroup>, grid, kThreads, shared, call, reads_early, num_splits, call.step.max_blocks, partial, tickets);
 }
 
 template <typename T>
-void launch_group(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+void launch_group(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
     const int group = call.shape.num_heads / call.shape.num_kv_heads;
     if (group == 6) {
-        launch_kernel<T, 6>(context, call, num_splits, partial, tickets);
+        launch_kernel<T, 6>(context, call, reads_early, num_splits, partial, tickets);
     } else if (group % 4 == 0) {
-        launch_kernel<T, 4>(context, call, num_splits, partial, tickets);
+        launch_kernel<T, 4>(context, call, reads_early, num_splits, partial, tickets);
     } else if (group % 2 == 0) {
-        launch_kernel<T, 2>(context, call, num_splits, partial, tickets);
+        launch_kernel<T, 2>(context, call, reads_early, num_splits, partial, tickets);
     } else {
-        launch_kernel<T, 1>(context, call, num_splits, partial, tickets);
+        launch_kernel<T, 1>(context, call, reads_early, num_splits, partial, tickets);
     }
 }
 
 }  // namespace
 
 int decode_splits(const Context& context, const AttentionShape& shape, int num_rows, int max_length) {
+    constexpr int kMostSplits = 160;                        // that the block which puts them together takes
     const int wanted = context.num_multiprocessors / std::max(1, num_rows * shape.num_kv_heads);
-    return std::max(1, std::min(wanted, ceil_div(max_length, 64)));
+    return std::max(1, std::min({wanted, ceil_div(max_length, 64), kMostSplits}));
 }
 
 std::size_t decode_partial_size(const AttentionShape& shape, int num_rows, int num_splits) {
     return static_cast<std::size_t>(num_rows) * shape.num_heads * num_splits * (shape.head_dim + 2);
 }
 
-void attention_decode(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+void attention_decode(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
     if (call.cache.dtype == DType::float32) {
-        launch_kernel<float, 1>(context, call, num_splits, partial, tickets);
+        launch_kernel<float, 1>(context, call, reads_early, num_splits, partial, tickets);
     } else if (call.cache.dtype == DType::bfloat16) {
-        launch_group<__nv_bfloat16>(context, call, num_splits, partial, tickets);
+        launch_group<__nv_bfloat16>(context, call, reads_early, num_splits, partial, tickets);
     } else {
-        launch_group<__half>(context, call, num_splits, partial, tickets);
+        launch_group<__half>(context, call, reads_early, num_splits, partial, tickets);
     }
 }
 

@@ -8,7 +8,33 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
-// One warp a head: query heads first, then KV heads with their key and value. Tokens from `first_token` on.
+// Eight values of a lane, from and to memory of one type; all at once where that is bfloat16 and aligned.
+template <bool kPacked>
+__device__ __forceinline__ LaneHead load_head(const void* data, DType dtype, std::int64_t start, int head_dim) {
+    if constexpr (!kPacked) return load_lane(data, dtype, start, head_dim);
+    LaneHead head;
+    const int first = (threadIdx.x & 31) * 8;
+    Eight<__nv_bfloat16> words;
+    words.clear();
+    if (first < head_dim) words.load(static_cast<const __nv_bfloat16*>(data) + start + first);
+    words.unpack(head.values);
+    return head;
+}
+template <bool kPacked>
+__device__ __forceinline__ void store_head(void* data, DType dtype, std::int64_t place, const LaneHead& head) {
+    if constexpr (kPacked) {
+        __align__(16) __nv_bfloat162 pairs[4];
+#pragma unroll
+        for (int index = 0; index < 4; ++index) pairs[index] = __floats2bfloat162_rn(head.values[2 * index], head.values[2 * index + 1]);
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(data) + place) = *reinterpret_cast<const uint4*>(pairs);
+    } else {
+#pragma unroll
+        for (int index = 0; index < 8; ++index) store_value(data, dtype, place + index, head.values[index]);
+    }
+}
+
+// One warp a head: query heads first, then KV heads with their key and value. Tokens from `first_token` on. kPacked: everything is bfloat16 and aligned.
+template <bool kPacked>
 __global__ void heads_kernel(const AttentionCall call, int first_token, void* queries, DType dtype) {
     __shared__ float scratch[kWarps][kMostDim];
     let_next_start();
@@ -20,28 +46,24 @@ __global__ void heads_kernel(const AttentionCall call, int first_token, void* qu
     const int position = call.step.positions[token];
     float* own = scratch[threadIdx.x >> 5];
     if (item < shape.num_heads) {
-        LaneHead head = load_lane(call.projections.data, call.projections.dtype, projections + static_cast<std::int64_t>(item) * 2 * head_dim, head_dim);
+        LaneHead head = load_head<kPacked>(call.projections.data, call.projections.dtype, projections + static_cast<std::int64_t>(item) * 2 * head_dim, head_dim);
         norm_and_rotate(head, call.weights.query_norm, shape, call.weights, position, own);
         if (first < head_dim) {
             const std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * shape.num_heads + item) * head_dim + first;
-#pragma unroll
-            for (int index = 0; index < 8; ++index) store_value(queries, dtype, at + index, head.values[index]);
+            store_head<kPacked>(queries, dtype, at, head);
         }
         return;
     }
     const int kv_head = item - shape.num_heads;
     const std::int64_t at = projections + 2LL * shape.num_heads * head_dim + static_cast<std::int64_t>(kv_head) * head_dim;
-    LaneHead key = load_lane(call.projections.data, call.projections.dtype, at, head_dim);
+    LaneHead key = load_head<kPacked>(call.projections.data, call.projections.dtype, at, head_dim);
     norm_and_rotate(key, call.weights.key_norm, shape, call.weights, position, own);
-    const LaneHead value = load_lane(call.projections.data, call.projections.dtype, at + static_cast<std::int64_t>(shape.num_kv_heads) * head_dim, head_dim);
+    const LaneHead value = load_head<kPacked>(call.projections.data, call.projections.dtype, at + static_cast<std::int64_t>(shape.num_kv_heads) * head_dim, head_dim);
     const std::int64_t slot = call.step.slot_mapping[token];
     if (slot < 0 || first >= head_dim) return;
     const std::int64_t place = cache_place(call.cache, shape.num_kv_heads, head_dim, slot, kv_head) + first;
-#pragma unroll
-    for (int index = 0; index < 8; ++index) {
-        store_value(call.cache.keys, call.cache.dtype, place + index, key.values[index]);
-        store_value(call.cache.values, call.cache.dtype, place + index, value.values[index]);
-    }
+    store_head<kPacked>(call.cache.keys, call.cache.dtype, place, key);
+    store_head<kPacked>(call.cache.values, call.cache.dtype, place, value);
 }
 
 // One block a token and query head; a warp takes every fourth token of the context, a lane 8 dimensions.
@@ -107,7 +129,10 @@ __global__ void plain_kernel(const AttentionCall call, int first_token, const vo
 
 void attention_heads(const Context& context, const AttentionCall& call, int first_token, int num_tokens, void* queries, DType dtype) {
     const dim3 grid(num_tokens, ceil_div(call.shape.num_heads + call.shape.num_kv_heads, kWarps));
-    launch(context, heads_kernel, grid, kThreads, 0, call, first_token, queries, dtype);
+    const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
+    const bool is_packed = dtype == DType::bfloat16 && call.cache.dtype == DType::bfloat16 && call.projections.dtype == DType::bfloat16 && call.projections.stride % 8 == 0 &&
+                           is_aligned(call.projections.data) && is_aligned(call.cache.keys) && is_aligned(call.cache.values) && is_aligned(queries);
+    launch(context, is_packed ? heads_kernel<true> : heads_kernel<false>, grid, kThreads, 0, call, first_token, queries, dtype);
 }
 
 void attention_prefill_plain(const Context& context, const AttentionCall& call, int first_token, const void* queries, DType dtype) {

@@ -31,8 +31,12 @@ set_target_properties(pocket_options PROPERTIES INTERFACE_COMPILE_OPTIONS "$<$<C
 target_compile_options(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
 target_include_directories(pocket_engine SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_compile_definitions(pocket_engine PUBLIC POCKET_CUDA)
+# Instructions that only code for 90a has, not code for 90.
+if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "90a")
+  target_compile_definitions(pocket_engine PRIVATE POCKET_HOPPER)
+endif()
 target_link_libraries(pocket_engine PUBLIC CUDA::cudart ${POCKET_CUBLASLT})
-add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/read_rate.cu)
+add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp launcher/json_writer.cpp)
 target_compile_options(pocket_cuda_bench PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>")
 target_include_directories(pocket_cuda_bench SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_link_libraries(pocket_cuda_bench PRIVATE pocket_engine)

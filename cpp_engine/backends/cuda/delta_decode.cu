@@ -2,6 +2,8 @@
 //
 // A block has one row and one value head. Its threads hold the head's matrix [key_dim, value_dim], four neighbouring value channels of up to kMostFours key
 // channels each. Value heads of one key head all read that key head's past inputs of the convolution: the last of their blocks to have read them moves them on.
+#include <algorithm>
+
 #include "backends/cuda/device_code.cuh"
 
 namespace pocket::cuda {
@@ -14,34 +16,47 @@ constexpr int kMostDim = 256;
 constexpr int kMostTaps = 8;
 constexpr float kUnitEps = 1e-6f;
 
-// What the convolution makes of a channel of one token, SiLU applied; `moved` gets the past inputs as the next token finds them.
-__device__ __forceinline__ float convolve(float input, const float* tail, const float* weights, std::int64_t conv_dim, int taps, bool is_first, float (&moved)[kMostTaps]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int tap = 0; tap < kMostTaps; ++tap) {
-        if (tap >= taps) break;
-        const float value = tap == taps - 1 ? input : is_first ? 0.0f : tail[tap * conv_dim];
-        if (tap > 0) moved[tap - 1] = value;
-        sum = fmaf(value, weights[tap * conv_dim], sum);
-    }
-    return silu(sum);
-}
-
-__global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall call, int* tickets) {
+// kTurns: channels of the convolution that a thread has; kTaps: most tokens that it goes over.
+template <int kTurns, int kTaps>
+__global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall call, bool reads_early, int* tickets) {
     __shared__ __align__(16) float query[kMostDim], key[kMostDim], value[kMostDim], correction[kMostDim], result[kMostDim];
     __shared__ __align__(16) float remembered[kWarps * 128], seen[kWarps * 128];  // [threads of one key channel's stretch][value_dim]
-    __shared__ float sums[32];
+    __shared__ float sums[3], norms[32];
     __shared__ bool is_last;
     let_next_start();
     const DeltaNetShape& shape = call.shape;
     const int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x;
+    if (head >= shape.num_value_heads) return wait_for_inputs();  // an idle block
     const int share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
     const int key_dim = shape.key_dim, value_dim = shape.value_dim, taps = shape.conv_kernel;
     const int lanes = value_dim / 4, fours = key_dim * lanes;  // float4 of a key channel, and of the matrix
     const int slot = call.step.state_slots[row], place = max(slot, 0);
     float* matrix = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(head) * key_dim * value_dim;
     float* tail = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * key_dim * value_dim;
-    for (int line = thread; line < fours / 8; line += kThreads) prefetch_l2(matrix + line * 32);
+    const bool is_first = call.step.positions[row] == 0, has_state = slot >= 0 && !is_first;
+    const std::int64_t conv_dim = shape.conv_dim(), keys = static_cast<std::int64_t>(shape.num_key_heads) * key_dim;
+    const int channels = 2 * key_dim + value_dim;
+    const auto channel_of = [&](int index) {                // of the row's projections: the head's queries, keys, values
+        return index < key_dim ? static_cast<std::int64_t>(key_head) * key_dim + index
+               : index < 2 * key_dim ? keys + static_cast<std::int64_t>(key_head) * key_dim + (index - key_dim)
+                                     : 2 * keys + static_cast<std::int64_t>(head) * value_dim + (index - 2 * key_dim);
+    };
+
+    if (!reads_early) wait_for_inputs();
+    float4 state[kMostFours];
+#pragma unroll
+    for (int index = 0; index < kMostFours; ++index) {
+        const int four = thread + index * kThreads;
+        state[index] = four < fours && has_state ? reinterpret_cast<const float4*>(matrix)[four] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float past[kTurns][kTaps - 1];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int index = thread + turn * kThreads;
+#pragma unroll
+        for (int tap = 0; tap < kTaps - 1; ++tap) past[turn][tap] = index < channels && tap < taps - 1 && has_state ? tail[tap * conv_dim + channel_of(index)] : 0.0f;
+    }
+    const float rate = call.weights.rate[head], dt_bias = call.weights.dt_bias[head], norm = thread < value_dim ? call.weights.norm.weight[thread] : 0.0f;
     wait_for_inputs();
 
     const std::int64_t projections = row * call.projections.stride, out = row * call.out.stride + static_cast<std::int64_t>(head) * value_dim;
@@ -49,32 +64,26 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
         for (int dim = thread; dim < value_dim; dim += kThreads) store_value(call.out.data, call.out.dtype, out + dim, 0.0f);
         return;
     }
-    const bool is_first = call.step.positions[row] == 0;
-    float4 state[kMostFours];
+    const std::int64_t gates = projections + conv_dim + shape.value_size();
+    const auto load = [&](std::int64_t at) { return load_value(call.projections.data, call.projections.dtype, at); };
+    const float b = load(gates + head), a = load(gates + shape.num_value_heads + head);
+    const float z = thread < value_dim ? load(projections + conv_dim + static_cast<std::int64_t>(head) * value_dim + thread) : 0.0f;
+    float inputs[kTurns];
 #pragma unroll
-    for (int index = 0; index < kMostFours; ++index) {
-        const int four = thread + index * kThreads;
-        state[index] = four < fours && !is_first ? reinterpret_cast<const float4*>(matrix)[four] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    const std::int64_t conv_dim = shape.conv_dim(), keys = static_cast<std::int64_t>(shape.num_key_heads) * key_dim;
-    const int channels = 2 * key_dim + value_dim;
-    float moved[2][kMostTaps];
-#pragma unroll
-    for (int turn = 0; turn < 2; ++turn) {                  // 2 * 128 + 128 channels take one turn; up to 1,024 two
+    for (int turn = 0; turn < kTurns; ++turn) {
         const int index = thread + turn * kThreads;
         if (index >= channels) continue;
-        const bool is_query = index < key_dim, is_key = !is_query && index < 2 * key_dim;
-        const std::int64_t channel = is_query ? static_cast<std::int64_t>(key_head) * key_dim + index
-                                     : is_key ? keys + static_cast<std::int64_t>(key_head) * key_dim + (index - key_dim)
-                                              : 2 * keys + static_cast<std::int64_t>(head) * value_dim + (index - 2 * key_dim);
-        const float made = convolve(load_value(call.projections.data, call.projections.dtype, projections + channel), tail + channel, call.weights.conv + channel,
-                                    conv_dim, taps, is_first, moved[turn]);
-        (is_query ? query[index] : is_key ? key[index - key_dim] : value[index - 2 * key_dim]) = made;
-        if (!is_query && !is_key) {
+        const std::int64_t channel = channel_of(index);
+        inputs[turn] = load(projections + channel);
+        float sum = 0.0f;
 #pragma unroll
-            for (int tap = 0; tap < kMostTaps - 1; ++tap)
-                if (tap < taps - 1) tail[tap * conv_dim + channel] = moved[turn][tap];
+        for (int tap = 0; tap < kTaps; ++tap) {
+            if (tap >= taps) break;
+            const float moved = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
+            sum = fmaf(moved, call.weights.conv[tap * conv_dim + channel], sum);
+            if (tap > 0 && index >= 2 * key_dim) tail[(tap - 1) * conv_dim + channel] = moved;
         }
+        (index < key_dim ? query[index] : index < 2 * key_dim ? key[index - key_dim] : value[index - 2 * key_dim]) = silu(sum);
     }
     __syncthreads();
     if (thread == 0) {
@@ -83,31 +92,14 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
         is_last = atomicAdd(&tickets[ticket], 1) == share - 1;
         if (is_last) tickets[ticket] = 0;
     }
-    if (thread < 96) {                                      // warps 0 to 2: lengths of query and key, and their product
-        const int which = thread >> 5;
+    if (thread >= 32 && thread < 128) {                     // warps 1 to 3: lengths of query and key, and their product
+        const int which = (thread >> 5) - 1;
         float sum = 0.0f;
         for (int dim = thread & 31; dim < key_dim; dim += 32) sum += which == 0 ? query[dim] * query[dim] : which == 1 ? key[dim] * key[dim] : query[dim] * key[dim];
         sum = warp_sum(sum);
         if ((thread & 31) == 0) sums[which] = sum;
     }
-    __syncthreads();
-    if (is_last) {
-#pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            const int index = thread + turn * kThreads;
-            if (index >= 2 * key_dim) continue;
-            const std::int64_t channel = (index < key_dim ? 0 : keys - key_dim) + static_cast<std::int64_t>(key_head) * key_dim + index;
-#pragma unroll
-            for (int tap = 0; tap < kMostTaps - 1; ++tap)
-                if (tap < taps - 1) tail[tap * conv_dim + channel] = moved[turn][tap];
-        }
-    }
-    const float query_factor = rsqrtf(sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(sums[1] + kUnitEps);
-    const float product = sums[2] * query_factor * key_factor;
-    const std::int64_t gates = projections + conv_dim + shape.value_size();
-    const float beta = sigmoid(load_value(call.projections.data, call.projections.dtype, gates + head));
-    const float a = load_value(call.projections.data, call.projections.dtype, gates + shape.num_value_heads + head);
-    const float decay = expf(call.weights.rate[head] * softplus(a + call.weights.dt_bias[head]));
+    const float beta = sigmoid(b), decay = expf(rate * softplus(a + dt_bias));
 
     // With S the matrix as loaded, S' = decay S + k c^T: what q reads of S' is decay S^T q + (q k) c, so S is gone through once.
     const int lane = thread % lanes, stretch = thread / lanes;
@@ -123,6 +115,8 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
     *reinterpret_cast<float4*>(&remembered[stretch * value_dim + lane * 4]) = held;
     *reinterpret_cast<float4*>(&seen[stretch * value_dim + lane * 4]) = asked;
     __syncthreads();
+    const float query_factor = rsqrtf(sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(sums[1] + kUnitEps);
+    const float product = sums[2] * query_factor * key_factor;
     float squares = 0.0f;
     if (thread < value_dim) {
         float held_sum = 0.0f, asked_sum = 0.0f;
@@ -133,11 +127,10 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
         result[thread] = read;
         squares = read * read;
     }
-    squares = block_sum(squares, sums + 4 * 0);
+    squares = block_sum(squares, norms);
     const float factor = rsqrtf(squares / value_dim + call.weights.norm.eps);
     if (thread < value_dim) {
-        const float z = load_value(call.projections.data, call.projections.dtype, projections + conv_dim + static_cast<std::int64_t>(head) * value_dim + thread);
-        store_value(call.out.data, call.out.dtype, out + thread, result[thread] * factor * call.weights.norm.weight[thread] * silu(z));
+        store_value(call.out.data, call.out.dtype, out + thread, result[thread] * factor * norm * silu(z));
     }
     const float4 change = *reinterpret_cast<const float4*>(&correction[lane * 4]);
 #pragma unroll
@@ -147,6 +140,15 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
         const float k = key[four / lanes];
         reinterpret_cast<float4*>(matrix)[four] = make_float4(fmaf(k, change.x, decay * state[index].x), fmaf(k, change.y, decay * state[index].y),
                                                               fmaf(k, change.z, decay * state[index].z), fmaf(k, change.w, decay * state[index].w));
+    }
+    if (!is_last) return;                                   // of the key head's blocks, all of which have read what moves on
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int index = thread + turn * kThreads;
+        if (index >= 2 * key_dim) continue;
+#pragma unroll
+        for (int tap = 1; tap < kTaps; ++tap)
+            if (tap < taps) tail[(tap - 1) * conv_dim + channel_of(index)] = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
     }
 }
 
@@ -158,8 +160,10 @@ bool takes_delta_decode(const DeltaNetShape& shape) {
            shape.key_dim * shape.value_dim <= 4 * kMostFours * kThreads && shape.key_dim * shape.value_dim % 32 == 0;
 }
 
-void delta_decode(const Context& context, const DeltaNetCall& call, int num_rows, int* tickets) {
-    launch(context, decode_kernel, dim3(call.shape.num_value_heads, num_rows), kThreads, 0, call, tickets);
+void delta_decode(const Context& context, const DeltaNetCall& call, int num_rows, bool reads_early, int* tickets) {
+    const DeltaNetShape& shape = call.shape;
+    const bool is_usual = 2 * shape.key_dim + shape.value_dim <= kThreads && shape.conv_kernel <= 4;
+    launch_beside(context, is_usual ? decode_kernel<1, 4> : decode_kernel<2, kMostTaps>, dim3(std::max(shape.num_value_heads, ceil_div(context.num_multiprocessors, num_rows)), num_rows), kThreads, 0, call, reads_early, tickets);
 }
 
 }  // namespace pocket::cuda

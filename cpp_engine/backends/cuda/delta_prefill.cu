@@ -202,11 +202,15 @@ __global__ void norm_kernel(const DeltaNetCall call, int first_row, int first_to
 
 }  // namespace
 
+void delta_tails(const Context& context, const DeltaNetCall& call, int first_row) {
+    launch(context, tail_kernel, dim3(ceil_div(call.shape.conv_dim(), kThreads), call.step.num_rows - first_row), kThreads, 0, call, first_row);
+}
+
 void delta_prefill(const Context& context, const DeltaNetCall& call, int first_row, int first_token, float* mixed, float* read) {
     const DeltaNetShape& shape = call.shape;
     const int tokens = call.step.num_tokens - first_token, rows = call.step.num_rows - first_row;
     launch(context, conv_kernel, dim3(tokens, 2 * shape.num_key_heads + shape.num_value_heads), kThreads, 0, call, first_row, first_token, mixed);
-    launch(context, tail_kernel, dim3(ceil_div(shape.conv_dim(), kThreads), rows), kThreads, 0, call, first_row);
+    delta_tails(context, call, first_row);
     const dim3 grid(ceil_div(shape.value_dim, kThreads / 8), shape.num_value_heads, rows);
     if (shape.key_dim <= 64) {
         launch(context, scan_kernel<2>, grid, kThreads, 0, call, first_row, first_token, mixed, read);

@@ -12,13 +12,28 @@
 
 namespace pocket::cuda {
 
+// How a step's kernels follow each other on GPUs where one can begin while the one ahead ends, and what of its weights a product then brings into L2 before its
+// input is there. `pocket_cuda_bench --schedules` measures them beside each other.
+struct Schedule {
+    enum class Start : std::uint8_t {
+        apart,                                              // each kernel when the one ahead has ended
+        late,                                               // when all blocks of a product ahead have asked for their last weights
+        early,                                              // when all blocks of the kernel ahead have their inputs
+        watched,                                            // the same, but the first weights are asked for when the product ahead has asked for its last
+    };
+    Start start = Start::apart;
+    std::size_t prefetch_bytes = 0;
+    std::size_t mixer_prefetch_bytes = 0;                   // the same where attention or DeltaNet is ahead, which leave the memory idle
+};
+
 // What a launch depends on beside its arguments.
 struct Context {
     cudaStream_t stream = nullptr;
     int num_multiprocessors = 1;
     int capability = 75;                                    // 10 * major + minor
     int shared_memory = 48 * 1024;                          // bytes that a block may ask for
-    bool starts_early = false;                              // kernels begin while the one before drains (programmatic dependent launch)
+    Schedule schedule;
+    bool starts_early() const noexcept { return schedule.start != Schedule::Start::apart; }  // programmatic dependent launch
 };
 
 // Rows of a weight of one kind, [rows, columns] row-major; float8_e4m3 with the scales of its 128x128 blocks, [ceil(rows / 128), scale_stride].
@@ -45,6 +60,14 @@ void convert_values(const Context&, const void* from, DType from_dtype, void* to
 // Values of a float8_e4m3 segment's rows [first, first + rows) as bfloat16 or float16, [rows, columns] contiguous.
 void expand_float8(const Context&, const Segment&, std::int64_t columns, std::int64_t first, std::int64_t rows, void* out, DType to);
 
+// --- rows_wide.cu: the same for many rows, where they are aligned ---
+// out [rows, columns] contiguous, rounded to `to`, 16-bit; or to bfloat16 and then to float8_e4m3, with a scale for each 128 columns of a row, which columns are a
+// multiple of: scales [columns / 128, rows].
+bool takes_prepare_wide(const Tensor& x, const Norm* norm, DType to);
+void prepare_wide(const Context&, const Tensor& x, const Norm* norm, void* out, DType to, float* scales);
+bool takes_swiglu_wide(const Tensor& both, const Tensor& out);
+void combine_swiglu_wide(const Context&, const Tensor& both, const Tensor& out);
+
 // --- product_few.cu: 1 to 64 rows through tensor cores, each weight read once ---
 struct FewProduct {
     const void* x = nullptr;                                // one row: float32 or 16-bit, x_dtype; more: prepared rows [rows, columns]
@@ -57,6 +80,8 @@ struct FewProduct {
     Epilogue epilogue = Epilogue::store;
     Tensor out;                                             // its column 0 belongs to the segment's row 0
     std::size_t prefetch_bytes = 0;                         // of weights that are brought into L2 before the input is there
+    int* progress = nullptr;                                // counts, from 0, the blocks that have asked for all their weights; one a multiprocessor; null where nobody asks
+    const int* watched = nullptr;                           // that of the product launched just before, which this one lets go first; or null
 };
 bool takes_few(const Context&, DType weight, std::int64_t columns, const void* values);
 void product_few(const Context&, const FewProduct&);
@@ -73,7 +98,8 @@ struct AttentionCall {
     KvCache cache;
     Step step;
 };
-void attention_decode(const Context&, const AttentionCall&, int num_splits, float* partial, int* tickets);
+// `reads_early`: a product came just before, so that whatever wrote the cache has ended when this may start (see product_few.cu).
+void attention_decode(const Context&, const AttentionCall&, bool reads_early, int num_splits, float* partial, int* tickets);
 int decode_splits(const Context&, const AttentionShape&, int num_rows, int max_length);
 std::size_t decode_partial_size(const AttentionShape&, int num_rows, int num_splits);                   // float32 values
 // Queries of the prompt rows' tokens, normalized and rotated, [tokens, num_heads, head_dim] of `dtype`; keys and values to the cache.
@@ -81,6 +107,8 @@ void attention_heads(const Context&, const AttentionCall&, int first_token, int 
 void attention_prefill_plain(const Context&, const AttentionCall&, int first_token, const void* queries, DType dtype);
 bool takes_flash(const Context&, const AttentionShape&, const KvCache&);
 void attention_prefill_flash(const Context&, const AttentionCall&, int first_token, const void* queries);  // queries of the cache's dtype
+bool takes_hopper(const Context&, const AttentionCall&);
+void attention_prefill_hopper(const Context&, const AttentionCall&, int first_token, const void* queries);  // the same
 
 // --- Gated DeltaNet ---
 struct DeltaNetCall {
@@ -91,9 +119,15 @@ struct DeltaNetCall {
     Step step;
 };
 bool takes_delta_decode(const DeltaNetShape&);
-void delta_decode(const Context&, const DeltaNetCall&, int num_rows, int* tickets);
+// `reads_early` as above.
+void delta_decode(const Context&, const DeltaNetCall&, int num_rows, bool reads_early, int* tickets);
 // Rows [first_row, num_rows), tokens from `first_token` on. mixed [tokens, conv_dim] and read [tokens, value_size] float32.
 void delta_prefill(const Context&, const DeltaNetCall&, int first_row, int first_token, float* mixed, float* read);
+void delta_tails(const Context&, const DeltaNetCall&, int first_row);                                   // the past inputs as the next step finds them
+// The same rows on tensor cores, with bfloat16 operands; scratch of delta_chunks_bytes, aligned to 128 bytes.
+bool takes_delta_chunks(const Context&, const DeltaNetCall&);
+std::size_t delta_chunks_bytes(const DeltaNetShape&, int tokens, int rows);
+void delta_chunks(const Context&, const DeltaNetCall&, int first_row, int first_token, void* scratch);
 
 // --- draws ---
 struct DrawInputs {                                         // device memory, [num_samples] each
@@ -107,7 +141,12 @@ struct DrawInputs {                                         // device memory, [n
     const std::uint32_t* masks;                             // [.., mask_stride]
     int mask_stride = 0;
 };
+struct DrawNeeds {                                          // whether some row ...
+    bool draws = false;
+    bool cuts = false;                                      // draws with a top_p below 1
+    bool ranks = false;                                     // asks for alternatives
+};
 std::size_t draw_scratch_bytes(int max_samples, std::int64_t vocab_size);                               // zeroed once by the owner
-void draw(const Context&, const Tensor& logits, const DrawInputs&, bool has_choices, void* scratch, int max_samples, SampleOutput* outputs);
+void draw(const Context&, const Tensor& logits, const DrawInputs&, const DrawNeeds&, void* scratch, int max_samples, SampleOutput* outputs);
 
 }  // namespace pocket::cuda

@@ -25,12 +25,13 @@ __global__ void gather_kernel(const Segment table, std::int64_t stride, int colu
     }
 }
 
-__global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride, const float* norm, float eps, int columns, void* out, DType to,
+__global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride, int rows, const float* norm, float eps, int columns, void* out, DType to,
                                DType round_first, float* row_scales) {
     __shared__ float sums[32], largest[32];
     let_next_start();
     wait_for_inputs();
     const std::int64_t row = blockIdx.x;
+    if (row >= rows) return;                                // an idle block
     float factor = 1.0f;
     if (norm) {
         float squares = 0.0f;
@@ -117,12 +118,13 @@ __global__ void convert_kernel(const void* from, DType from_dtype, void* to, DTy
 
 void gather_rows(const Context& context, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out) {
     if (num_rows == 0) return;
-    launch(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);
+    launch_beside(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);
 }
 
 void prepare_rows(const Context& context, const Tensor& x, const Norm* norm, void* out, DType to, DType round_first, float* row_scales) {
-    launch(context, prepare_kernel, dim3(static_cast<unsigned>(x.rows)), kThreads, 0, x.data, x.dtype, x.stride, norm ? norm->weight : nullptr, norm ? norm->eps : 0.0f,
-           static_cast<int>(x.columns), out, to, round_first, row_scales);
+    const int rows = static_cast<int>(x.rows);
+    launch_beside(context, prepare_kernel, dim3(std::max(rows, context.num_multiprocessors)), kThreads, 0, x.data, x.dtype, x.stride, rows, norm ? norm->weight : nullptr,
+                  norm ? norm->eps : 0.0f, static_cast<int>(x.columns), out, to, round_first, row_scales);
 }
 
 void combine_swiglu(const Context& context, const Tensor& both, const Tensor& out) {

@@ -211,7 +211,8 @@ public:
 
     // out [x.rows, weight.rows] (swiglu: half as many) from x [x.rows, weight.columns]. x is float32 where `norm` is given, else float32 or the activation
     // dtype; out is float32 or the activation dtype. x is rounded to the weight's dtype (float8_e4m3: bfloat16; float16: or not at all), products are
-    // summed in float32.
+    // summed in float32. Of some hundred rows, a device whose tensor cores take float8_e4m3 rounds x beside such weights to that type as well, with a scale for
+    // each 128 values of a row.
     virtual void linear(const Tensor& x, const Norm* norm, const Matrix& weight, Epilogue epilogue, const Tensor& out) = 0;
 
     // Gated attention with paged keys and values. projections [num_tokens, 2 * num_heads * head_dim + 2 * num_kv_heads * head_dim]: for each head its

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import triton
 
-from pocketllm.torch_engine.kernels.attention_config import DecodeConfig, PrefillConfig, decode_config, padded_head_dim, prefill_config
+from pocketllm.torch_engine.kernels.attention_config import MAX_SPLITS, DecodeConfig, PrefillConfig, decode_config, padded_head_dim, prefill_config
 from pocketllm.torch_engine.kernels.attention_kernels import combine, decode, prefill
 from pocketllm.torch_engine.kernels.launch import launch_options
+
+_FEW_SPLITS = 8
 
 
 def paged_decode(
@@ -188,7 +190,7 @@ class _Call:
         splits, head_dim = self._splits, self._common["HEAD_DIM"]
         if splits == 1:
             return
-        block_dims = min(triton.next_power_of_2(head_dim), 64)
+        block_dims, is_few = min(triton.next_power_of_2(head_dim), 64), splits <= _FEW_SPLITS
         combine[(self._out.shape[0], self._common["NUM_HEADS"], triton.cdiv(head_dim, block_dims))](
             self._partial,
             self._logarithms,
@@ -197,9 +199,9 @@ class _Call:
             self.numbers[3],
             splits,
             BLOCK_DIMS=block_dims,
-            PADDED_SPLITS=triton.next_power_of_2(splits),
+            PADDED_SPLITS=_FEW_SPLITS if is_few else max(MAX_SPLITS, triton.next_power_of_2(splits)),  # two kernels serve any number
             **self._common,
-            num_warps=4 if splits > 8 else 1,
+            num_warps=1 if is_few else 4,
             **self.options,
         )
 

@@ -12,7 +12,7 @@ from triton.runtime import driver
 from pocketllm.torch_engine.kernels.launch import capability
 
 _INTERPRETED_SMS = 4
-_MAX_SPLITS = 64
+MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ def decode_config(queries: torch.Tensor, cache_layer: torch.Tensor, block_tables
     if 8 * programs <= num_sms:
         # Few rows: what counts is how soon the last program ends, and how little room it takes from the kernel behind.
         stages = max(1, min(3, shared // (16 * token_bytes)))
-        return DecodeConfig(16, max(1, min(2 * num_sms // programs, _MAX_SPLITS, triton.cdiv(capacity, 16))), num_warps=4, num_stages=stages)
+        return DecodeConfig(16, max(1, min(2 * num_sms // programs, MAX_SPLITS, triton.cdiv(capacity, 16))), num_warps=4, num_stages=stages)
     # Each program has two tiles on their way while it computes on a third; one program a multiprocessor keeps the memory busy.
     block_tokens = 16 if queries.dtype == torch.float32 else 64
     while block_tokens > 16 and 3 * block_tokens * token_bytes > shared:
         block_tokens //= 2
     stages = max(1, min(3, shared // (block_tokens * token_bytes)))
-    splits = min(num_sms // programs, _MAX_SPLITS, triton.cdiv(capacity, block_tokens))
+    splits = min(num_sms // programs, MAX_SPLITS, triton.cdiv(capacity, block_tokens))
     wide = block_tokens * token_bytes >= 64 * 1024  # keys and values of a tile are in registers at once
     return DecodeConfig(block_tokens, max(1, splits), num_warps=8 if wide else 4, num_stages=stages)
 

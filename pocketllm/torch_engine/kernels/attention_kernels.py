@@ -125,7 +125,7 @@ def _write(
         tl.store(partial + places[:, None] * HEAD_DIM + dims[None, :], result, mask=shown)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def decode(
     queries,
     cache,
@@ -255,7 +255,8 @@ def decode(
     )
 
 
-@triton.jit(do_not_specialize=["splits"])
+# A step's prompts begin anywhere in `row_slots` and `lengths`.
+@triton.jit(do_not_specialize=["splits", "table_stride"], do_not_specialize_on_alignment=["row_slots", "lengths"])
 def prefill(
     queries,
     cache,

@@ -29,7 +29,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.where(one_more == 1.0, small, tl.log(one_more) * small / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots", "positions"])
 def _conv_kernel(
     mixed,
     conv,

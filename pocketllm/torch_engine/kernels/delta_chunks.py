@@ -134,7 +134,7 @@ def _solve_kernel(
     tl.store(from_state + first * KEY_DIM + w_places, w.to(k.dtype), mask=in_keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots"])
 def _states_kernel(
     key,
     from_state,

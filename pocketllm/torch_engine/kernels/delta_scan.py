@@ -11,7 +11,7 @@ from pocketllm.torch_engine.kernels.chunk_plan import ChunkPlan
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots"])
 def _scan_kernel(
     query,
     key,

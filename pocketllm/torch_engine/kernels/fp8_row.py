@@ -110,25 +110,34 @@ def _add_products(sums, words, first, second, third, fourth, scale, MODE: tl.con
 
 
 @triton.jit
+def _add_squares(squares, first, second, third, fourth, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+    """squares [BLOCK_N, CHUNKS] + those of the x values opposite WORDS words. They are said for every row, so that each thread squares the values that
+    it has for its products; the compiler finds that they are the same."""
+    values = tl.broadcast_to((first * first + second * second + third * third + fourth * fourth)[None, :], [BLOCK_N, CHUNKS * WORDS])
+    return squares + tl.sum(tl.reshape(values, [BLOCK_N, CHUNKS, WORDS]), axis=2)
+
+
+@triton.jit
 def _add_tile(
-    sums, up_sums, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, start,
+    sums, up_sums, squares, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, start,
     K: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, X_DTYPE: tl.constexpr, MODE: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the tile's products from column `start` on added."""
+    """The sums with the tile's products from column `start` on added, and the sums of squares of x."""
     EVEN: tl.constexpr = K % BLOCK_K == 0
     CHUNKS: tl.constexpr = BLOCK_K // (4 * WORDS)
     fours = tl.arange(0, BLOCK_K // 4) + start // 4
     blocks = tl.minimum(tl.arange(0, CHUNKS) * (4 * WORDS) + start, K - 1) // BLOCK_COLUMNS
     first, second, third, fourth = load_fours(x_base, fours, K, EVEN, X_DTYPE, ASSEMBLY)
     if NORM:
+        squares = _add_squares(squares, first, second, third, fourth, BLOCK_N, CHUNKS, WORDS)
         a, b, c, d = load_fours(norm_base, fours, K, EVEN, tl.float32, ASSEMBLY)
         first, second, third, fourth = first * a, second * b, third * c, fourth * d
     sums = _add_products(sums, tile, first, second, third, fourth, _load_scales(row_scales + blocks, ASSEMBLY), MODE, BLOCK_N, CHUNKS, WORDS)
     if ACTIVATION:
         up_scale = _load_scales(up_row_scales + blocks, ASSEMBLY)
         up_sums = _add_products(up_sums, up_tile, first, second, third, fourth, up_scale, MODE, BLOCK_N, CHUNKS, WORDS)
-    return sums, up_sums
+    return sums, up_sums, squares
 
 
 @triton.jit
@@ -174,35 +183,30 @@ def fp8_row_kernel(
     wait_for_inputs(PDL)
     if ADD:
         added += tl.load(out + results, mask=used, other=0.0).to(tl.float32)
-    scale = tl.full([], SCALE, tl.float32)
-    if NORM:
-        # first, while the weights are on their way; the threads read x in another order than for the products
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            columns = start + tl.arange(0, BLOCK_K)
-            values = tl.load(x + columns) if EVEN else tl.load(x + columns, mask=columns < K, other=0.0)
-            squares += values.to(tl.float32) * values.to(tl.float32)
-        scale *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     x_base = after_inputs(x) if ASSEMBLY else x
     norm_base = norm_weight.to(tl.int64) if ASSEMBLY else norm_weight
 
     sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     up_sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+    squares = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
     for start in range(0, LAST, BLOCK_K):
         # the next tile is asked for before this one is used
         next_tile = _load_tile(pointers, places, start + BLOCK_K, K, EVEN, WORDS)
         next_up_tile = _load_tile(up_pointers, places, start + BLOCK_K, K, EVEN, WORDS) if ACTIVATION else next_tile
-        sums, up_sums = _add_tile(
-            sums, up_sums, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, start,
+        sums, up_sums, squares = _add_tile(
+            sums, up_sums, squares, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, start,
             K, NORM, ACTIVATION, x.dtype.element_ty, MODE, ASSEMBLY, BLOCK_COLUMNS, BLOCK_N, BLOCK_K, WORDS,
         )  # fmt: skip
         tile, up_tile = next_tile, next_up_tile
-    sums, up_sums = _add_tile(
-        sums, up_sums, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, LAST,
+    sums, up_sums, squares = _add_tile(
+        sums, up_sums, squares, tile, up_tile, x_base, norm_base, row_scales, up_row_scales, LAST,
         K, NORM, ACTIVATION, x.dtype.element_ty, MODE, ASSEMBLY, BLOCK_COLUMNS, BLOCK_N, BLOCK_K, WORDS,
     )  # fmt: skip
 
+    scale = tl.full([BLOCK_N], SCALE, tl.float32)
+    if NORM:
+        scale *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
     if ACTIVATION:
         result, up_result = tl.reduce((sums, up_sums), 1, _add_pairs)
         result = activate(result * scale, ACTIVATION) * (up_result * scale)

@@ -217,7 +217,7 @@ def _gemv_kernel(
     tl.store(out + wanted, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
     x, quants, high, scales, subs, table, float_bits, bias, out, num_rows, num_tokens, x_stride, out_stride,
     NUM_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr,
@@ -252,7 +252,7 @@ def _skinny_kernel(
     tl.store(places, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_wanted"])
 def _values_kernel(
     ids, quants, high, scales, subs, table, float_bits, out, first_row, num_wanted, num_rows,
     NUM_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, UNITS: tl.constexpr,

@@ -167,7 +167,7 @@ def _finish(sums, up_sums, bias, out, places, used, row_pointers, tokens, BIAS: 
     tl.store(pointers, sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _matrix_kernel(
     x, weight, scales, bias, out, partial, tickets, T, N, x_stride, weight_stride, scale_stride, out_stride,
     K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,

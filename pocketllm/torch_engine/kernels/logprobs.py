@@ -43,8 +43,8 @@ def device_logprobs(
     drawn = torch.empty(num_ranked, dtype=torch.float64, device=device)
     top_ids = torch.empty((num_ranked, num_top), dtype=torch.int32, device=device)
     top = torch.empty((num_ranked, num_top), dtype=torch.float64, device=device)
-    fixed = {"HAS_ROWS": rows is not None, "NUM_TOP": num_top, **launch_options(device)}
-    index = ids if rows is None else rows
+    fixed = {"NUM_TOP": num_top, **launch_options(device)}
+    index = torch.arange(num_rows, device=device) if rows is None else rows
     _rank_chunk[(num_chunks, num_ranked)](
         logits, logits.stride(0), vocab_size, index, sums, orders, CHUNK=chunk, num_warps=max(1, min(8, chunk // 512)), **fixed
     )
@@ -57,14 +57,12 @@ def device_logprobs(
 
 @triton.jit
 def _rank_chunk(
-    logits, row_stride, vocab_size, rows, sums, orders, CHUNK: tl.constexpr, NUM_TOP: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, vocab_size, rows, sums, orders, CHUNK: tl.constexpr, NUM_TOP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     chunk, place = tl.program_id(0), tl.program_id(1)
     num_chunks, num_ranked = tl.num_programs(0), tl.num_programs(1)
     wait_for_inputs(PDL)
-    row = place.to(tl.int64)
-    if HAS_ROWS:
-        row = tl.load(rows + place)
+    row = tl.load(rows + place)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab_size
     values = tl.load(logits + row * row_stride + ids, mask=inside, other=float("-inf"))
@@ -84,14 +82,12 @@ def _rank_chunk(
 @triton.jit
 def _merge(
     logits, row_stride, rows, drawn_ids, sums, orders, drawn_out, ids_out, top_out,
-    NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, PADDED_ORDERS: tl.constexpr, NUM_TOP: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, PADDED_ORDERS: tl.constexpr, NUM_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     num_ranked = tl.num_programs(0)
     wait_for_inputs(PDL)
-    row = place.to(tl.int64)
-    if HAS_ROWS:
-        row = tl.load(rows + place)
+    row = tl.load(rows + place)
     lane = tl.arange(0, PADDED_CHUNKS)
     at = sums + place * NUM_CHUNKS + lane
     maxima = tl.load(at, mask=lane < NUM_CHUNKS, other=float("-inf"))

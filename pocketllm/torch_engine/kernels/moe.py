@@ -105,8 +105,22 @@ def mixture_of_experts(
         inner, down, outer, pairs, block_experts, total, K, N, EVEN_K=N % down_config.block_k == 0,
         BLOCK_N=down_config.block_n, BLOCK_K=down_config.block_k, num_warps=down_config.num_warps, num_stages=down_config.num_stages, **shared,
     )  # fmt: skip
+    return combine(outer, weights, out, add=add_to is not None)
+
+
+def combine(outer: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+    """The weighted sum of what each token's experts gave.
+
+    Args:
+        outer: [T * top_k, K], contiguous, a token's experts one after another.
+        shares: [T, top_k] float32, contiguous.
+        out: [T, K], rows contiguous, which is written, or with `add` added to, and returned.
+    """
+    (T, K), top_k = out.shape, shares.shape[1]
     block = min(1024, triton.next_power_of_2(K))
-    _combine_kernel[(T, triton.cdiv(K, block))](outer, weights, out, out.stride(0), K, TOP_K=top_k, ADD=add_to is not None, BLOCK=block, num_warps=4, **options)
+    _combine_kernel[(T, triton.cdiv(K, block))](
+        outer, shares, out, out.stride(0), K, TOP_K=top_k, ADD=add, BLOCK=block, num_warps=4, **launch_options(out.device)
+    )  # fmt: skip
     return out
 
 
@@ -166,7 +180,7 @@ def _route_kernel(scores, weights, chosen, num_experts, TOP_K: tl.constexpr, NOR
         tl.store(chosen + token * TOP_K + number, tl.minimum(place, num_experts - 1))  # of values that are no numbers too: an expert that there is
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_blocks"])
 def _sort_kernel(
     chosen, pairs, block_experts, total, num_blocks, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -200,7 +214,7 @@ def _sort_kernel(
             written += tl.sum(is_own.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _gate_up_kernel(
     x, x_stride, weight, out, pairs, block_experts, total, N, K,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -239,7 +253,7 @@ def _gate_up_kernel(
         tl.store(out + pair.to(tl.int64)[:, None] * N + columns[None, :], y.to(out.dtype.element_ty), mask=has_row & has_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _down_kernel(
     x, weight, out, pairs, block_experts, total, N, K,
     TOP_K: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

@@ -34,6 +34,7 @@ _UNIT = tl.constexpr(1099511627776.0)  # 2**40
 _LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST_ORDER = tl.constexpr(-(1 << 63))
 _NO_ID = tl.constexpr(2147483647)
+_OF_A_STEP = ("mask_stride", "chunk_size", "num_chunks")  # numbers that depend on how many rows there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,19 @@ class SamplingTensors:
     mask_rows: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LastIds:
+    """The id that each slot's row drew last, on the device.
+
+    Args:
+        ids: [num_slots] int64.
+        slots: [num_rows] int64, each row's slot.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+
+
 def sample_tokens(
     logits: torch.Tensor,
     how: SamplingTensors,
@@ -67,7 +81,8 @@ def sample_tokens(
     chunk: int | None = None,
     tile: int = 2048,
     list_size: int = 8192,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep: LastIds | None = None,
+) -> torch.Tensor:
     """One id a row. Reads nothing on the host, so that it can be part of a CUDA graph.
 
     Args:
@@ -77,9 +92,10 @@ def sample_tokens(
         chunk: ids that one program of the scan reads, a multiple of `tile`; None chooses by the shape.
         tile: ids that a program reads at once, a power of two.
         list_size: ids kept for the exact search, a power of two.
+        keep: where each row's id goes as well.
 
     Returns:
-        ids [num_rows] int64, 0 where there is none, and status [num_rows] int32: 0, or 1 where the logits are not finite, or 2 where the mask allows nothing.
+        [num_rows, 2] int64: the id, 0 where there is none, and a status: OK, or 1 where the logits are not finite, or 2 where the mask allows nothing.
     """
     num_rows, vocab_size = logits.shape
     device = logits.device
@@ -88,34 +104,33 @@ def sample_tokens(
     assert vocab_size <= MAX_VOCAB_SIZE, f"The vocabulary has {vocab_size} ids; the sampler takes at most {MAX_VOCAB_SIZE}."
     chunk = chunk or _chunk(num_rows, vocab_size, tile)
     num_chunks = triton.cdiv(vocab_size, chunk)
-    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    status = torch.empty(num_rows, dtype=torch.int32, device=device)
+    drawn = torch.empty((num_rows, 2), dtype=torch.int64, device=device)
     chunk_values = torch.empty((3, num_rows, num_chunks), dtype=torch.float32, device=device)  # largest with NaN as inf, largest allowed, best sum
     chunk_ids = torch.empty((2, num_rows, num_chunks), dtype=torch.int32, device=device)  # of the last two
     counts = torch.empty((num_rows, 1 + 256), dtype=torch.int32, device=device)  # length of the list, histogram
     mass = torch.empty(num_rows, dtype=torch.int64, device=device)
-    has_masks = how.masks is not None
     masks = how.masks if how.masks is not None else chunk_ids
     mask_rows = how.mask_rows if how.mask_rows is not None else chunk_ids
-    rows = (logits, logits.stride(0), vocab_size, how.temperature, how.top_k, how.top_p, masks, masks.stride(0), mask_rows)
-    fixed = {"HAS_MASKS": has_masks, **launch_options(device)}
-    padded = {"NUM_CHUNKS": num_chunks, "PADDED_CHUNKS": triton.next_power_of_2(num_chunks)}
+    rows = (logits, logits.stride(0), vocab_size, how.temperature, how.top_k, how.top_p, masks, masks.stride(0), mask_rows, chunk, num_chunks)
+    fixed = {"HAS_MASKS": how.masks is not None, **launch_options(device)}
+    padded = {"PADDED_CHUNKS": triton.next_power_of_2(triton.cdiv(vocab_size, tile))}  # of the shortest: one kernel serves any number of rows
     grid = (num_chunks, num_rows)
     warps = max(1, min(8, tile // 256))
-    _scan[grid](*rows, how.seeds, how.draws, chunk_values, chunk_ids, counts, mass, CHUNK=chunk, TILE=tile, num_warps=warps, **fixed)
+    _scan[grid](*rows, how.seeds, how.draws, chunk_values, chunk_ids, counts, mass, TILE=tile, num_warps=warps, **fixed)
     if has_cuts:
         list_values = torch.empty((num_rows, list_size), dtype=torch.float32, device=device)
         list_ids = torch.empty((num_rows, list_size), dtype=torch.int32, device=device)
-        _histogram[grid](*rows, chunk_values, counts, mass, CHUNK=chunk, TILE=tile, num_warps=warps, **padded, **fixed)
+        _histogram[grid](*rows, chunk_values, counts, mass, TILE=tile, num_warps=warps, **padded, **fixed)
         lists = (list_values, list_ids)
-        _collect[grid](*rows, chunk_values, counts, mass, *lists, LIST_SIZE=list_size, CHUNK=chunk, TILE=tile, num_warps=warps, **padded, **fixed)
+        _collect[grid](*rows, chunk_values, counts, mass, *lists, LIST_SIZE=list_size, TILE=tile, num_warps=warps, **padded, **fixed)
     else:
         lists = (chunk_values, chunk_ids)
     _choose[(num_rows,)](
-        *rows, how.seeds, how.draws, chunk_values, chunk_ids, counts, mass, *lists, ids, status,
-        LIST_SIZE=list_size, HAS_CUTS=has_cuts, TILE=min(tile, 1024), PIVOTS=4, num_warps=max(1, min(8, tile // 128)), **padded, **fixed,
+        *rows, how.seeds, how.draws, chunk_values, chunk_ids, counts, mass, *lists, drawn, *((drawn, drawn) if keep is None else (keep.ids, keep.slots)),
+        KEEPS=keep is not None, LIST_SIZE=list_size, HAS_CUTS=has_cuts, TILE=min(tile, 1024), PIVOTS=4,
+        num_warps=max(1, min(8, tile // 128)), **padded, **fixed,
     )  # fmt: skip
-    return ids, status
+    return drawn
 
 
 def _chunk(num_rows: int, vocab_size: int, tile: int) -> int:
@@ -193,12 +208,12 @@ def _kind(row, vocab_size, temperature, top_k, top_p):
 
 
 @triton.jit
-def _largest(chunk_values, row, num_rows, NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
+def _largest(chunk_values, row, num_rows, num_chunks, PADDED_CHUNKS: tl.constexpr):
     """(largest logit of the row, NaN as inf; largest allowed)."""
     lane = tl.arange(0, PADDED_CHUNKS)
-    at = chunk_values + row * NUM_CHUNKS + lane
-    raw = tl.load(at, mask=lane < NUM_CHUNKS, other=float("-inf"))
-    allowed = tl.load(at + num_rows * NUM_CHUNKS, mask=lane < NUM_CHUNKS, other=float("-inf"))
+    at = chunk_values + row * num_chunks + lane
+    raw = tl.load(at, mask=lane < num_chunks, other=float("-inf"))
+    allowed = tl.load(at + num_rows * num_chunks, mask=lane < num_chunks, other=float("-inf"))
     return tl.max(raw, 0), tl.max(allowed, 0)
 
 
@@ -214,13 +229,13 @@ def _units(depth):
     return (tl.exp2(-depth * _LOG2E) * _UNIT).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _scan(
-    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, seeds, draws, chunk_values, chunk_ids, counts, mass,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
+    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
+    seeds, draws, chunk_values, chunk_ids, counts, mass, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
-    num_chunks, num_rows = tl.num_programs(0), tl.num_programs(1)
+    num_rows = tl.num_programs(1)
     wait_for_inputs(PDL)
     if chunk == 0:  # the next kernels add to these
         tl.store(counts + row * (1 + _BINS), 0)
@@ -232,8 +247,8 @@ def _scan(
     highest = tl.full([TILE], float("-inf"), tl.float32)
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_id = tl.full([TILE], _NO_ID, tl.int32)
-    for start in range(0, CHUNK, TILE):
-        ids = chunk * CHUNK + start + lane
+    for start in range(0, chunk_size, TILE):
+        ids = chunk * chunk_size + start + lane
         raw, allowed = _load_logits(row_logits, ids, ids < vocab_size, words, is_masked, HAS_MASKS)
         highest = tl.maximum(highest, tl.where(raw != raw, float("inf"), raw))
         is_better = allowed > best
@@ -247,8 +262,8 @@ def _scan(
         stream = _stream(seeds, draws, row)
         best = tl.full([TILE], float("-inf"), tl.float32)
         best_id = tl.full([TILE], _NO_ID, tl.int32)
-        for start in range(0, CHUNK, TILE):
-            ids = chunk * CHUNK + start + lane
+        for start in range(0, chunk_size, TILE):
+            ids = chunk * chunk_size + start + lane
             _raw, allowed = _load_logits(row_logits, ids, ids < vocab_size, words, is_masked, HAS_MASKS)
             sums = (allowed - largest) * inverse + _noise(stream, ids)
             is_better = sums > best
@@ -258,24 +273,24 @@ def _scan(
         tl.store(chunk_ids + num_rows * num_chunks + at, tl.min(tl.where(best == winner, best_id, _NO_ID), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _histogram(
-    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_values, counts, mass,
-    NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
+    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
+    chunk_values, counts, mass, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     _is_greedy, has_cut, inverse, _k, _p = _kind(row, vocab_size, temperature, top_k, top_p)
     if has_cut:
-        highest, largest = _largest(chunk_values, row, tl.num_programs(1), NUM_CHUNKS, PADDED_CHUNKS)
+        highest, largest = _largest(chunk_values, row, tl.num_programs(1), num_chunks, PADDED_CHUNKS)
         if (highest < float("inf")) & (largest > float("-inf")):
             row_logits, words, is_masked = _row_of(row, logits, row_stride, masks, mask_stride, mask_rows, HAS_MASKS)
             lane = tl.arange(0, TILE)
             bins = tl.zeros([_BINS], tl.int32)
             units = tl.zeros([TILE], tl.int64)
             num_dead = tl.zeros([TILE], tl.int32)
-            for start in range(0, CHUNK, TILE):
-                ids = chunk * CHUNK + start + lane
+            for start in range(0, chunk_size, TILE):
+                ids = chunk * chunk_size + start + lane
                 _raw, allowed = _load_logits(row_logits, ids, ids < vocab_size, words, is_masked, HAS_MASKS)
                 depth = (largest - allowed) * inverse
                 bins += tl.histogram(_bin(depth), _BINS)
@@ -287,17 +302,17 @@ def _histogram(
             tl.atomic_add(mass + row, tl.sum(units, 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _collect(
-    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_values, counts, mass, list_values, list_ids,
-    LIST_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
+    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
+    chunk_values, counts, mass, list_values, list_ids,
+    LIST_SIZE: tl.constexpr, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     _is_greedy, has_cut, inverse, k, p = _kind(row, vocab_size, temperature, top_k, top_p)
     if has_cut:
-        highest, largest = _largest(chunk_values, row, tl.num_programs(1), NUM_CHUNKS, PADDED_CHUNKS)
+        highest, largest = _largest(chunk_values, row, tl.num_programs(1), num_chunks, PADDED_CHUNKS)
         if (highest < float("inf")) & (largest > float("-inf")):
             lanes = tl.arange(0, _BINS)
             bins = tl.load(counts + row * (1 + _BINS) + 1 + lanes)
@@ -310,8 +325,8 @@ def _collect(
                 num_bins = tl.sum((tail > limit).to(tl.int32), 0)
             row_logits, words, is_masked = _row_of(row, logits, row_stride, masks, mask_stride, mask_rows, HAS_MASKS)
             lane = tl.arange(0, TILE)
-            for start in range(0, CHUNK, TILE):
-                ids = chunk * CHUNK + start + lane
+            for start in range(0, chunk_size, TILE):
+                ids = chunk * chunk_size + start + lane
                 _raw, allowed = _load_logits(row_logits, ids, ids < vocab_size, words, is_masked, HAS_MASKS)
                 is_wanted = (_bin((largest - allowed) * inverse) < num_bins) & (allowed > float("-inf"))
                 number = tl.sum(is_wanted.to(tl.int32), 0)
@@ -393,12 +408,12 @@ def _cut(
 
 
 @triton.jit
-def _best_of_chunks(row, num_rows, is_greedy, largest, inverse, chunk_values, chunk_ids, NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
+def _best_of_chunks(row, num_rows, is_greedy, largest, inverse, chunk_values, chunk_ids, num_chunks, PADDED_CHUNKS: tl.constexpr):
     """The id of a row that is greedy or draws from all ids."""
     lane = tl.arange(0, PADDED_CHUNKS)
-    at = row * NUM_CHUNKS + lane
-    size = num_rows * NUM_CHUNKS
-    inside = lane < NUM_CHUNKS
+    at = row * num_chunks + lane
+    size = num_rows * num_chunks
+    inside = lane < num_chunks
     value = tl.load(chunk_values + size + at, mask=inside, other=float("-inf"))
     has_draw = inside & (value > float("-inf")) & (is_greedy == 0)
     ids = tl.load(chunk_ids + at, mask=inside, other=0)
@@ -452,33 +467,34 @@ def _draw_with_cut(
     return tl.min(tl.where(best == tl.max(best, 0), best_id, _NO_ID), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _choose(
-    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, seeds, draws, chunk_values, chunk_ids, counts, mass,
-    list_values, list_ids, ids_out, status_out,
-    LIST_SIZE: tl.constexpr, HAS_CUTS: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, row_stride, vocab_size, temperature, top_k, top_p, masks, mask_stride, mask_rows, chunk_size, num_chunks,
+    seeds, draws, chunk_values, chunk_ids, counts, mass, list_values, list_ids, out, last_ids, slots,
+    KEEPS: tl.constexpr, LIST_SIZE: tl.constexpr, HAS_CUTS: tl.constexpr, PADDED_CHUNKS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
     HAS_MASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_rows = tl.num_programs(0)
     wait_for_inputs(PDL)
     is_greedy, has_cut, inverse, k, p = _kind(row, vocab_size, temperature, top_k, top_p)
-    highest, largest = _largest(chunk_values, row, num_rows, NUM_CHUNKS, PADDED_CHUNKS)
+    highest, largest = _largest(chunk_values, row, num_rows, num_chunks, PADDED_CHUNKS)
     is_finite = (highest < float("inf")) & (highest > float("-inf"))
     is_allowed = largest > float("-inf")
-    tl.store(status_out + row, tl.where(is_finite, tl.where(is_allowed, 0, 2), 1))
-    if (is_finite & is_allowed) == 0:
-        tl.store(ids_out + row, tl.zeros([], tl.int64))
-    elif has_cut == 0:
-        drawn = _best_of_chunks(row, num_rows, is_greedy, largest, inverse, chunk_values, chunk_ids, NUM_CHUNKS, PADDED_CHUNKS)
-        tl.store(ids_out + row, drawn.to(tl.int64))
-    elif HAS_CUTS:
-        row_logits, words, is_masked = _row_of(row, logits, row_stride, masks, mask_stride, mask_rows, HAS_MASKS)
-        drawn = _draw_with_cut(
-            row_logits, list_values + row * LIST_SIZE, list_ids + row * LIST_SIZE, counts + row * (1 + _BINS), tl.load(mass + row), words, is_masked,
-            vocab_size, largest, inverse, k, p, _stream(seeds, draws, row), LIST_SIZE, HAS_MASKS, TILE, PIVOTS,
-        )  # fmt: skip
-        tl.store(ids_out + row, drawn.to(tl.int64))
+    tl.store(out + row * 2 + 1, tl.where(is_finite, tl.where(is_allowed, 0, 2), 1).to(tl.int64))
+    drawn = tl.zeros([], tl.int32)
+    if is_finite & is_allowed:
+        if has_cut == 0:
+            drawn = _best_of_chunks(row, num_rows, is_greedy, largest, inverse, chunk_values, chunk_ids, num_chunks, PADDED_CHUNKS)
+        elif HAS_CUTS:
+            row_logits, words, is_masked = _row_of(row, logits, row_stride, masks, mask_stride, mask_rows, HAS_MASKS)
+            drawn = _draw_with_cut(
+                row_logits, list_values + row * LIST_SIZE, list_ids + row * LIST_SIZE, counts + row * (1 + _BINS), tl.load(mass + row), words, is_masked,
+                vocab_size, largest, inverse, k, p, _stream(seeds, draws, row), LIST_SIZE, HAS_MASKS, TILE, PIVOTS,
+            )  # fmt: skip
+    tl.store(out + row * 2, drawn.to(tl.int64))
+    if KEEPS:
+        tl.store(last_ids + tl.load(slots + row), drawn.to(tl.int64))
 
 
 def sample_reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, draw: int) -> tuple[int, np.ndarray]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from pocketllm.torch_engine.batch import Batch, Decode, Prefill
+from pocketllm.torch_engine.state_pool import StateCopy
 
 _NUMPY_BITS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
 
@@ -18,6 +20,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_BITS[dtype])).view(dtype)  # calloc; torch.zeros writes all pages
+
+
+class States(Protocol):
+    """What rows keep by slot."""
+
+    num_bytes: int
+
+    def run(self, copies: Sequence[StateCopy]) -> None:
+        """Carry out `copies` one after another, over all layers: a later one may overwrite what an earlier one has read."""
 
 
 class KVCache:
@@ -30,7 +41,10 @@ class KVCache:
 
     Attributes:
         blocks: a layer: [num_blocks, block_size, 2, num_kv_heads, head_dim], keys before values.
+        states: what a hybrid model keeps of each row by slot, else None.
     """
+
+    states: States | None = None
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ device's activation dtype. A device is free to fuse what is inside one part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +15,12 @@ import torch
 from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.layers.feed_forward import MixExperts
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
+from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.share import Share
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
 
 AnyBatch = Batch | DeviceBatch
@@ -120,7 +124,10 @@ class Mixer(Protocol):
 
 
 class Head(Protocol):
-    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32."""
+    """The final norm and the output matrix: hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] float32.
+
+    Of a model that several ranks share, those on a CPU get the logits of their own ids, Share.nearly(vocab_size), and those on GPUs all.
+    """
 
     num_bytes: int
 
@@ -133,15 +140,23 @@ class Layers(Protocol):
     Attributes:
         compute_dtype: of the products, as the device describes it.
         native_kernels: whether the native CPU kernels are in use, or why not, in a few words for people.
+        activations: dtype of what flows between two parts of a layer.
     """
 
     compute_dtype: torch.dtype
     native_kernels: str
+    activations: torch.dtype
 
     def norm(self, stored: StoredTensor, eps: float, offset: float = 0.0) -> Norm:
         """The norm whose weights are the stored ones plus `offset`."""
 
     def embedding(self, table: StoredTensor) -> Embedding: ...
+
+    def linear(self, matrix: StoredMatrix) -> Linear:
+        """The product alone, from and to the activations' dtype."""
+
+    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+        """All of a layer's experts as one part, and its bytes, where the device has one for how they are stored; gate and up are held within `limit`."""
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
@@ -166,10 +181,14 @@ class Device(Protocol):
     Attributes:
         device: of the weights and caches.
         dtype: compute dtype, as the device describes it; None leaves the choice to the model.
+        share: what of a model this rank holds. Parts whose matrices hold some of the columns sum their products over the ranks.
+        expert_cache: builds routed experts when they are chosen; None builds all of them when the model is loaded.
     """
 
     device: torch.device
     dtype: torch.dtype | None
+    share: Share
+    expert_cache: ExpertCache | None
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> Layers:
         """The builder for a model; its matrices may decide how the device computes, where the model's kind lets it choose."""

@@ -9,6 +9,9 @@ import torch
 
 from pocketllm.torch_engine.layers.linear import Linear
 
+# x [num_tokens, hidden_size], experts and their shares [num_tokens, top_k] -> the weighted sum of what the experts give, in x's shape and dtype
+MixExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class TokenWise(Protocol):
     """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape and dtype."""
@@ -16,6 +19,14 @@ class TokenWise(Protocol):
     num_bytes: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Experts(Protocol):
+    """A layer's experts, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> TokenWise: ...
 
 
 class GatedFeedForward:
@@ -53,19 +64,33 @@ class MixtureOfExperts:
         shares, chosen = torch.nn.functional.linear(x.float(), self._router).softmax(-1).topk(self._top_k, dim=-1)  # [num_tokens, top_k]
         if self._normalize:
             shares = shares / shares.sum(-1, keepdim=True)
-        # Sorted by expert, so that each one that was chosen computes its tokens in one product.
-        order = chosen.flatten().argsort(stable=True)
-        tokens = order // self._top_k  # [num_tokens * top_k]
-        weights = shares.flatten()[order].unsqueeze(1)
-        counts = chosen.flatten().bincount(minlength=len(self._experts)).tolist()
-        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        start = 0
-        for expert, count in zip(self._experts, counts, strict=True):
-            if count:
-                mine = tokens[start : start + count]
-                mixed.index_add_(0, mine, expert(x[mine]).float() * weights[start : start + count])
-                start += count
-        return mixed.to(x.dtype)
+        return mix_experts(self._experts, x, chosen, shares)
+
+
+def mix_experts(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """The sum of the chosen experts' results for each token, weighted by their shares: each expert computes its tokens in one product.
+
+    Args:
+        experts: all of them.
+        x: [num_tokens, hidden_size].
+        chosen: [num_tokens, top_k] int64.
+        shares: [num_tokens, top_k] float32.
+
+    Returns:
+        The shape and dtype of x.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // chosen.shape[1]  # [num_tokens * top_k]
+    weights = shares.flatten()[order].unsqueeze(1)
+    counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
+    mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for place, count in enumerate(counts):
+        if count:
+            mine = tokens[start : start + count]
+            mixed.index_add_(0, mine, experts[place](x[mine]).float() * weights[start : start + count])
+            start += count
+    return mixed.to(x.dtype)
 
 
 class SharedExpert:

@@ -10,7 +10,7 @@ corrections solve a triangular system, so S is read and written once a chunk. Al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.layers.state_cache import StateCache, StateShape
+from pocketllm.torch_engine.share import Share, scaled
 
 CHUNK = 64
 _CHUNKS_AT_ONCE = 16  # bounds what a long prompt's pairs of tokens take in memory: 16 chunks of 32 heads are 8 MiB
@@ -51,6 +52,23 @@ class DeltaNetSizes:
     def value_size(self) -> int:
         """Values of a token over all heads."""
         return self.num_value_heads * self.value_dim
+
+    def value_heads(self, share: Share) -> list[range]:
+        """The value heads that read the key heads of `share`."""
+        if not self.tiled:
+            return [share.of(self.num_value_heads)]
+        keys = share.of(self.num_key_heads)
+        return [range(start + keys.start, start + keys.stop) for start in range(0, self.num_value_heads, self.num_key_heads)]
+
+    def channels(self, share: Share) -> list[range]:
+        """Channels of the convolution of those heads: queries, keys, values."""
+        keys, of_keys = share.of(self.num_key_heads), self.num_key_heads * self.key_dim
+        values = [scaled(part, self.value_dim, 2 * of_keys) for part in self.value_heads(share)]
+        return [scaled(keys, self.key_dim), scaled(keys, self.key_dim, of_keys), *values]
+
+    def dealt_out(self, share: Share) -> DeltaNetSizes:
+        """The sizes of what a rank holds."""
+        return replace(self, num_key_heads=self.num_key_heads // share.size, num_value_heads=self.num_value_heads // share.size)
 
     @property
     def state_shape(self) -> StateShape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.kernels.activation import gated_activation
 from pocketllm.torch_engine.kernels.attention import paged_decode, paged_prefill
+from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts
 from pocketllm.torch_engine.kernels.gated_delta import delta_decode, delta_prefill
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_rows
 from pocketllm.torch_engine.kernels.heads import prepare_heads
@@ -19,10 +21,13 @@ from pocketllm.torch_engine.kernels.moe import mixture_of_experts
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
-from pocketllm.torch_engine.layers.feed_forward import MixtureOfExperts
-from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights
+from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.layers.feed_forward import MixExperts, MixtureOfExperts
+from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights, is_fp4
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.layers.state_cache import HybridCache
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.share import ALONE
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
 
 # config.json's name of an activation -> the kernels'
@@ -36,22 +41,25 @@ class GpuDevice:
         device: of the weights and caches.
         dtype: of weights, products and what flows between layers; the residual stream, sums and logits are float32. Quantized weights stay as
             they are stored.
+        group: the ranks that share the model, or None for one.
+        expert_cache: of routed experts, or None for all of them.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype, group: RankGroup | None = None, expert_cache: ExpertCache | None = None) -> None:
+        self.device, self._group, self.expert_cache = device, group, expert_cache
+        self.share = ALONE if group is None else group.share
         self.dtype: torch.dtype | None = dtype
         self._dtype = dtype
 
     def layers(self, linears: Iterable[StoredTensor] = (), head: StoredTensor | None = None, head_dim: int = 0) -> GpuLayers:
-        return GpuLayers(self.device, self._dtype)
+        return GpuLayers(self.device, self._dtype, self._group)
 
 
 class GpuLayers:
     """See device.Layers and GpuDevice."""
 
-    def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
-        self._device, self.compute_dtype = device, compute_dtype
+    def __init__(self, device: torch.device, compute_dtype: torch.dtype, group: RankGroup | None = None) -> None:
+        self._device, self.compute_dtype, self.activations, self._group = device, compute_dtype, compute_dtype, group
         self.native_kernels = "made for the CPU"
         self._weights = GpuWeights(device, compute_dtype)
 
@@ -60,6 +68,16 @@ class GpuLayers:
 
     def embedding(self, table: StoredTensor) -> GpuEmbedding:
         return GpuEmbedding(self._weights, table)
+
+    def linear(self, matrix: StoredMatrix) -> GpuLinear:
+        return self._weights.linear(matrix)
+
+    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+        if not all(is_fp4(tensor) for expert in experts for tensor in expert.linears):
+            return None
+        gate_up = self._weights.fp4_experts([expert.gate_up for expert in experts])
+        down = self._weights.fp4_experts([expert.down for expert in experts])
+        return partial(_mix_fp4, gate_up, down, limit), gate_up.num_bytes + down.num_bytes
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
@@ -70,13 +88,13 @@ class GpuLayers:
         return GpuProjection(norm, self._weights.linear(matrix))
 
     def addition(self, matrix: StoredMatrix, norm: Norm | None = None) -> GpuAddition:
-        return GpuAddition(self._weights.linear(matrix), norm)
+        return GpuAddition(self._weights.linear(matrix), norm, self._group)
 
     def feed_forward(self, norm: Norm, stored: StoredFeedForward | StoredExperts, norm_after: Norm | None = None) -> GpuFeedForward | GpuMixture:
         if isinstance(stored, StoredFeedForward):
             gate_up, down = self._weights.linear(stored.gate_up), self._weights.linear(stored.down)
-            return GpuFeedForward(norm, gate_up, down, _ACTIVATIONS[stored.activation], norm_after)
-        return GpuMixture(self._weights, norm, stored, norm_after)
+            return GpuFeedForward(norm, gate_up, down, _ACTIVATIONS[stored.activation], norm_after, self._group)
+        return GpuMixture(self._weights, norm, stored, norm_after, self._group)
 
     def attention(self, spec: AttentionSpec) -> GpuAttention:
         return GpuAttention(spec)
@@ -85,7 +103,11 @@ class GpuLayers:
         return GpuDeltaNet(weights, self._device)
 
     def head(self, norm: Norm, matrix: StoredTensor) -> GpuHead:
-        return GpuHead(norm, self._weights.linear(StoredMatrix([matrix], [])))
+        return GpuHead(norm, self._weights.linear(StoredMatrix([matrix], [])), self._group)
+
+
+def _mix_fp4(gate_up: Fp4Experts, down: Fp4Experts, limit: float, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    return fp4_experts(x, chosen, shares, gate_up, down, limit)
 
 
 class GpuEmbedding:
@@ -115,15 +137,18 @@ class GpuProjection:
 class GpuAddition:
     """See device.Addition."""
 
-    def __init__(self, linear: GpuLinear, norm: Norm | None) -> None:
-        self._linear, self._norm = linear, norm
+    def __init__(self, linear: GpuLinear, norm: Norm | None, group: RankGroup | None) -> None:
+        self._linear, self._norm, self._group = linear, norm, group
         self.num_bytes = linear.num_bytes
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        if self._norm is None:
+        if self._norm is None and self._group is None:
             self._linear.add(hidden, x)
-        else:
-            hidden += rms_norm(self._linear(x, torch.float32), self._norm.weight, self._norm.eps, torch.float32)
+            return
+        output = self._linear(x, torch.float32)
+        if self._group is not None:
+            output = self._group.sum(output)
+        hidden += output if self._norm is None else rms_norm(output, self._norm.weight, self._norm.eps, torch.float32)
 
 
 class GpuFeedForward:
@@ -131,9 +156,9 @@ class GpuFeedForward:
 
     is_capturable = True
 
-    def __init__(self, norm: Norm, gate_up: GpuLinear, down: GpuLinear, activation: str, norm_after: Norm | None) -> None:
+    def __init__(self, norm: Norm, gate_up: GpuLinear, down: GpuLinear, activation: str, norm_after: Norm | None, group: RankGroup | None) -> None:
         self._norm, self._gate_up, self._activation = norm, gate_up, activation
-        self._down = GpuAddition(down, norm_after)
+        self._down = GpuAddition(down, norm_after, group)
         self.num_bytes = gate_up.num_bytes + down.num_bytes
 
     def add(self, hidden: torch.Tensor) -> None:
@@ -247,19 +272,21 @@ class GpuDeltaNet:
 class GpuHead:
     """See device.Head."""
 
-    def __init__(self, norm: Norm, linear: GpuLinear) -> None:
-        self._norm, self._linear = norm, linear
+    def __init__(self, norm: Norm, linear: GpuLinear, group: RankGroup | None) -> None:
+        self._norm, self._linear, self._group = norm, linear, group
         self.num_bytes = linear.num_bytes
+        self._widths = () if group is None else group.numbers(linear.num_rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._linear.after_norm(hidden, self._norm, torch.float32)
+        logits = self._linear.after_norm(hidden, self._norm, torch.float32)
+        return logits if self._group is None else self._group.gather_columns(logits, self._widths)
 
 
 class GpuMixture:
     """A mixture of experts; see device.FeedForward. Experts in blocks or in FP8 are computed one after another, and the host waits to learn which."""
 
-    def __init__(self, weights: GpuWeights, norm: Norm, stored: StoredExperts, norm_after: Norm | None) -> None:
-        self._norm, self._norm_after, self._dtype = norm, norm_after, weights.dtype
+    def __init__(self, weights: GpuWeights, norm: Norm, stored: StoredExperts, norm_after: Norm | None, group: RankGroup | None) -> None:
+        self._norm, self._norm_after, self._dtype, self._group = norm, norm_after, weights.dtype, group
         self._router = stored.router.to(weights.device)
         self._top_k, self._normalize, self._activation = stored.top_k, stored.normalize, _ACTIVATIONS[stored.experts[0].activation]
         self.is_capturable = all(tensor.values is not None and tensor.scales is None for expert in stored.experts for tensor in expert.linears)
@@ -278,7 +305,8 @@ class GpuMixture:
 
     def add(self, hidden: torch.Tensor) -> None:
         x = rms_norm(hidden, self._norm.weight, self._norm.eps, self._dtype)
-        output = torch.zeros_like(hidden) if self._norm_after is not None else hidden
+        is_apart = self._norm_after is not None or self._group is not None
+        output = torch.zeros_like(hidden) if is_apart else hidden
         if self.is_capturable:
             matrices = self._router, self._gate_up, self._down
             mixture_of_experts(x, *matrices, self._top_k, normalize=self._normalize, activation=self._activation, add_to=output)
@@ -286,7 +314,11 @@ class GpuMixture:
             output += self._mixture(x)
         if self._shared is not None:
             output += self._shared(x) * F.linear(x.float(), self._shared_gate).sigmoid_()
-        if self._norm_after is not None:
+        if self._group is not None:
+            output = self._group.sum(output)
+        if self._norm_after is None and is_apart:
+            hidden += output
+        elif self._norm_after is not None:
             hidden += rms_norm(output, self._norm_after.weight, self._norm_after.eps, torch.float32)
 
 

@@ -6,16 +6,40 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 
+from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_linear
 from pocketllm.torch_engine.kernels.gguf_weight import GgufWeight
 from pocketllm.torch_engine.kernels.linear import DenseWeight, Weight, add_linear, linear, norm_linear
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.device import Norm
-from pocketllm.torch_engine.weights import StoredMatrix, StoredTensor
+from pocketllm.torch_engine.quant.fp4 import dequantize_fp4, unpack_mxfp4
+from pocketllm.torch_engine.weights import FP4_TYPE, StoredMatrix, StoredTensor
 
-Part = Weight | GgufWeight
+
+class Fp4Weight:
+    """A matrix of FP4 values on a GPU, brought to the dtype of the product each time; see quant/fp4.py.
+
+    Args:
+        values: int8 [rows, columns / 2].
+        scales: float8_e8m0fnu [rows, columns / 32].
+    """
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        self.values, self.scales = values, scales
+        self.shape = (values.shape[0], 2 * values.shape[1])
+        self.num_bytes = values.nbytes + scales.nbytes
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        dequantize_fp4(self.values, self.scales, out)
+        return out
+
+
+Part = Weight | GgufWeight | Fp4Weight
 
 
 class GpuWeights:
@@ -49,22 +73,55 @@ class GpuWeights:
         """Matrices of float types without biases, stacked, in the compute dtype."""
         return torch.cat([tensor.to_device(self.device, self.dtype) for tensor in matrix.tensors])
 
+    def fp4_experts(self, matrices: Sequence[StoredMatrix]) -> Fp4Experts:
+        """The same FP4 matrix of each of a layer's experts, brought over one by one."""
+        values: torch.Tensor | None = None
+        for place, matrix in enumerate(matrices):
+            parts = [_fp4_bytes(tensor) for tensor in matrix.tensors]
+            own, exponents = (torch.cat([part[kind] for part in parts]) for kind in (0, 1))
+            if values is None:
+                values = torch.empty(len(matrices), *own.shape, dtype=torch.uint8, device=self.device)
+                scales = torch.empty(len(matrices), *exponents.shape, dtype=torch.uint8, device=self.device)
+            values[place], scales[place] = own.to(self.device), exponents.to(self.device)
+        assert values is not None
+        return Fp4Experts(values, scales)
+
     def _part(self, tensors: list[StoredTensor]) -> Part:
         first = tensors[0]
         if len(tensors) == 1 and first.name in self._shared:
             shared = self._shared[first.name]
             return DenseWeight(shared) if isinstance(shared, torch.Tensor) else shared
+        if is_fp4(first):
+            packed = [_fp4_bytes(tensor) for tensor in tensors]
+            values, scales = (torch.cat([part[kind] for part in packed]).to(self.device) for kind in (0, 1))
+            return Fp4Weight(values.view(torch.int8), scales.view(torch.float8_e8m0fnu))
         if first.blocks is not None:
             return GgufWeight.pack(tensors, self.device)
         if first.scales is None:
             return DenseWeight(self.dense(StoredMatrix(tensors, [])))
-        values, scales = [], []
+        stored, factors = [], []
         for tensor in tensors:
             assert tensor.values is not None
             assert tensor.scales is not None
-            values.append(tensor.values.to(self.device))
-            scales.append(tensor.scales.values.float().to(self.device))
-        return Fp8Weight(torch.cat(values), torch.cat(scales), first.scales.block)
+            stored.append(tensor.values.to(self.device))
+            factors.append(tensor.scales.values.float().to(self.device))
+        return Fp8Weight(torch.cat(stored), torch.cat(factors), first.scales.block)
+
+
+def is_fp4(tensor: StoredTensor) -> bool:
+    """Whether its values are FP4 with a power of two for each 32."""
+    return tensor.type in (FP4_TYPE, "MXFP4")
+
+
+def _fp4_bytes(tensor: StoredTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [rows, columns / 2] and exponents [rows, columns / 32] of an FP4 matrix, both uint8."""
+    if tensor.blocks is not None:
+        values, scales = unpack_mxfp4(tensor.blocks)
+    else:
+        assert tensor.values is not None
+        assert tensor.scales is not None
+        values, scales = tensor.values, tensor.scales.values
+    return values.view(torch.uint8), scales.view(torch.uint8)
 
 
 def _kind(tensor: StoredTensor) -> tuple[object, ...]:
@@ -73,6 +130,8 @@ def _kind(tensor: StoredTensor) -> tuple[object, ...]:
         return ("blocks", tensor.type)
     if tensor.scales is None:
         return ("dense",)
+    if is_fp4(tensor):
+        return (tensor.type,)
     is_whole = tensor.shape[0] % tensor.scales.block[0] == 0
     return ("fp8", tensor.scales.block) if is_whole else ("fp8", tensor.scales.block, tensor.name)
 
@@ -86,6 +145,7 @@ class GpuLinear:
         dtype: of x and y.
 
     Attributes:
+        num_rows: of W.
         single: the only piece, where there is one without blocks and without a bias, else None.
     """
 
@@ -95,9 +155,10 @@ class GpuLinear:
         for part in parts:
             self._ends.append(self._ends[-1] + part.shape[0])
         self._biases = [None if bias is None else bias[start:end] for start, end in zip(self._ends, self._ends[1:], strict=False)]
-        is_plain = not any(isinstance(part, GgufWeight) for part in parts)
-        self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight) else None
+        is_plain = not any(isinstance(part, GgufWeight | Fp4Weight) for part in parts)
+        self.single: Weight | None = parts[0] if len(parts) == 1 and bias is None and not isinstance(parts[0], GgufWeight | Fp4Weight) else None
         self._folds_norm = is_plain
+        self.num_rows = self._ends[-1]
         self.num_bytes = sum(part.num_bytes for part in parts) + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -109,6 +170,10 @@ class GpuLinear:
             own = out[:, start:end]
             if isinstance(part, GgufWeight):
                 gguf_linear(x, part, bias=bias, out=own)
+            elif isinstance(part, Fp4Weight):
+                own.copy_(F.linear(x, part.to(x.dtype)))
+                if bias is not None:
+                    own += bias
             else:
                 linear(x, part, bias, out=own)
         return out
@@ -119,13 +184,13 @@ class GpuLinear:
             return self(rms_norm(hidden, norm.weight, norm.eps, self.dtype), out_dtype)
         out = torch.empty(1, self._ends[-1], dtype=out_dtype or self.dtype, device=hidden.device)
         for part, bias, start, end in zip(self._parts, self._biases, self._ends, self._ends[1:], strict=False):
-            assert not isinstance(part, GgufWeight)
+            assert not isinstance(part, GgufWeight | Fp4Weight)
             norm_linear(hidden, norm.weight, norm.eps, part, bias, out=out[:, start:end])
         return out
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product with x [num_tokens, in] to hidden [num_tokens, out] float32."""
-        if len(self._parts) > 1:
+        if len(self._parts) > 1 or isinstance(self._parts[0], Fp4Weight):
             hidden += self(x)
         elif isinstance(self._parts[0], GgufWeight):
             gguf_linear(x, self._parts[0], bias=self._bias, out=hidden, add=True)

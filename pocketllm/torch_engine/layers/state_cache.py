@@ -68,6 +68,8 @@ class StateCache:
 class HybridCache(KVCache):
     """Paged keys and values of a hybrid model's attention layers, counted from 0 among themselves, and the states of its other layers."""
 
+    states: StateCache
+
     def __init__(
         self,
         num_layers: int,

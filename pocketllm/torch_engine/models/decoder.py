@@ -20,6 +20,7 @@ from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.models.decoder_spec import DecoderSpec
 from pocketllm.torch_engine.models.stored_layer import StoredLayer, take_head, take_layer
+from pocketllm.torch_engine.share import Share
 from pocketllm.torch_engine.weights import StoredTensor, Weights
 
 _GGUF_LAYER_NAMES = {
@@ -77,15 +78,16 @@ class Decoder(ABC):
 
     def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self.spec = spec = self.read_spec(checkpoint)
+        share = device.share
         scaling = spec.rope.scaling
         has_factors = scaling is not None and scaling["rope_type"] == "frequency_factors"
         # Some old files carry the rotary frequencies, which the config says too.
         weights = Weights(checkpoint, self.gguf_name, frozenset(info.name for info in checkpoint.tensors if info.name.endswith(".rotary_emb.inv_freq")))
         table = weights.take("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-        head = take_head(checkpoint, weights, table, tied=spec.tie_word_embeddings)
+        head = take_head(checkpoint, weights, table, share, tied=spec.tie_word_embeddings)
         norm = weights.take("model.norm.weight", (spec.hidden_size,))
         factors = weights.take("rope_freqs.weight", (spec.head_dim // 2,)).float() if has_factors else None
-        stored = [take_layer(weights, spec, index) for index in range(spec.num_hidden_layers)]
+        stored = [take_layer(weights, spec, index, share) for index in range(spec.num_hidden_layers)]
         weights.finish()
         layers = device.layers([tensor for layer in stored for tensor in layer.linears], head, spec.head_dim)
         self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
@@ -95,7 +97,7 @@ class Decoder(ABC):
         self._layers: list[_Layer] = []
         for index, layer in enumerate(stored):
             window = spec.windows[index]
-            self._layers.append(_build_layer(layers, spec, layer, window, ropes[0 if window is None else -1]))
+            self._layers.append(_build_layer(layers, spec, share, layer, window, ropes[0 if window is None else -1]))
             on_layer(index + 1)
         # Of a model whose layers it can't compute, the native step computes the logits.
         other = spec.unsuited_for_decode_step
@@ -155,14 +157,14 @@ class Decoder(ABC):
             layer.feed_forward.add(hidden)
 
 
-def _build_layer(layers: Layers, spec: DecoderSpec, stored: StoredLayer, window: int | None, rope: RotaryEmbedding) -> _Layer:
+def _build_layer(layers: Layers, spec: DecoderSpec, share: Share, stored: StoredLayer, window: int | None, rope: RotaryEmbedding) -> _Layer:
     def norm(weight: StoredTensor) -> Norm:
         return layers.norm(weight, spec.rms_norm_eps, spec.norm_offset)
 
     query_norm, key_norm = (None, None) if stored.head_norms is None else (norm(weight) for weight in stored.head_norms)
     attention = AttentionSpec(
-        num_heads=spec.num_attention_heads,
-        num_kv_heads=spec.num_key_value_heads,
+        num_heads=len(share.of(spec.num_attention_heads)),
+        num_kv_heads=len(share.of(spec.num_key_value_heads)),
         head_dim=spec.head_dim,
         rope=rope,
         scale=spec.attention_scale,

@@ -15,6 +15,7 @@ from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.device import Addition, AnyBatch, AttentionSpec, DeltaNetWeights, Device, FeedForward, Mixer, Norm, Projection
 from pocketllm.torch_engine.models.qwen3_5_config import Qwen3_5Config
 from pocketllm.torch_engine.models.stored_layer import take_feed_forward, take_head
+from pocketllm.torch_engine.share import scaled
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Qwen3_5:
     def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self.config = config = Qwen3_5Config.from_checkpoint(checkpoint)
         self._build = layers = device.layers()
+        self._share = device.share
         self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
         self._is_gguf = checkpoint.gguf is not None
         self._vectors = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) == 1)
@@ -75,7 +77,7 @@ class Qwen3_5:
         nested = any(tensor.name.startswith(_MULTIMODAL_PREFIX) for tensor in checkpoint.tensors)
         self._prefix = _MULTIMODAL_PREFIX if nested else "model."
         table = self._take("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = take_head(checkpoint, weights, table, tied=config.tie_word_embeddings)
+        head = take_head(checkpoint, weights, table, device.share, tied=config.tie_word_embeddings)
         self._embedding = layers.embedding(table)
         self._rope = layers.rope(config.rotary_dim, config.rope_theta, max_model_len)
         self._layers = []
@@ -126,7 +128,7 @@ class Qwen3_5:
         return self._build.norm(self._take(name, size), self.config.rms_norm_eps, 0.0 if self._is_gguf else 1.0)
 
     def _take_feed_forward(self, prefix: str) -> StoredFeedForward | StoredExperts:
-        return take_feed_forward(self._weights, prefix, self.config.hidden_size, self.config.intermediate_size, "silu")
+        return take_feed_forward(self._weights, prefix, self.config.hidden_size, self.config.intermediate_size, "silu", self._share)
 
     def _build_layer(self, prefix: str, *, is_attention: bool) -> _Layer:
         hidden = self.config.hidden_size
@@ -146,25 +148,35 @@ class Qwen3_5:
         config = self.config
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        heads, kv_heads = self._share.of(config.num_attention_heads), self._share.of(config.num_key_value_heads)
         # Stored as a query and a gate for each head in turn; computed as all gates, then all queries, beside the keys.
-        gate_first = torch.arange(2 * q_size).view(-1, 2, head_dim).transpose(0, 1).flip(0).flatten()
-        query_and_gate = self._take(f"{prefix}q_proj.weight", 2 * q_size, hidden).select_rows(gate_first)
-        key, value = (self._take(f"{prefix}{name}.weight", kv_size, hidden) for name in ("k_proj", "v_proj"))
+        gate_first = torch.arange(2 * len(heads) * head_dim).view(-1, 2, head_dim).transpose(0, 1).flip(0).flatten()
+        query_and_gate = self._take(f"{prefix}q_proj.weight", 2 * q_size, hidden).rows([scaled(heads, 2 * head_dim)]).select_rows(gate_first)
+        key, value = (self._take(f"{prefix}{name}.weight", kv_size, hidden).rows([scaled(kv_heads, head_dim)]) for name in ("k_proj", "v_proj"))
         query_norm, key_norm = (self._take_norm(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
-        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim, self._rope, query_norm=query_norm, key_norm=key_norm, gated=True)
-        return [query_and_gate, key, value], self._build.attention(spec), self._take(f"{prefix}o_proj.weight", hidden, q_size)
+        spec = AttentionSpec(len(heads), len(kv_heads), head_dim, self._rope, query_norm=query_norm, key_norm=key_norm, gated=True)
+        output = self._take(f"{prefix}o_proj.weight", hidden, q_size).columns([scaled(heads, head_dim)])
+        return [query_and_gate, key, value], self._build.attention(spec), output
 
     def _build_delta_net(self, prefix: str) -> tuple[list[StoredTensor], Mixer, StoredTensor]:
         hidden, sizes, heads = self.config.hidden_size, self.config.delta_net, self.config.delta_net.num_value_heads
-        rows = {"in_proj_qkv": sizes.conv_dim, "in_proj_z": sizes.value_size, "in_proj_b": heads, "in_proj_a": heads}
-        in_proj = [self._take(f"{prefix}{name}.weight", size, hidden) for name, size in rows.items()]
+        value_heads, qkv = sizes.value_heads(self._share), sizes.channels(self._share)
+        values = [scaled(part, sizes.value_dim) for part in value_heads]
+        shapes = {
+            "in_proj_qkv": (sizes.conv_dim, qkv),
+            "in_proj_z": (sizes.value_size, values),
+            "in_proj_b": (heads, value_heads),
+            "in_proj_a": (heads, value_heads),
+        }
+        in_proj = [self._take(f"{prefix}{name}.weight", size, hidden).rows(mine) for name, (size, mine) in shapes.items()]
         conv_shape = (sizes.conv_dim, sizes.conv_kernel) if self._is_gguf else (sizes.conv_dim, 1, sizes.conv_kernel)
-        conv = self._take(f"{prefix}conv1d.weight", *conv_shape).float().view(sizes.conv_dim, sizes.conv_kernel)
-        rate = self._take(f"{prefix}A_log", heads).float()
+        conv = self._take(f"{prefix}conv1d.weight", *conv_shape).rows(qkv).float().view(-1, sizes.conv_kernel)
+        rate = self._take(f"{prefix}A_log", heads).rows(value_heads).float()
         norm = self._build.norm(self._take(f"{prefix}norm.weight", sizes.value_dim), self.config.rms_norm_eps)
-        dt_bias = self._take(f"{prefix}dt_bias", heads).float()
-        mixer = self._build.delta_net(DeltaNetWeights(sizes, conv.T.contiguous(), rate if self._is_gguf else -rate.exp(), dt_bias, norm))
-        return in_proj, mixer, self._take(f"{prefix}out_proj.weight", hidden, sizes.value_size)
+        dt_bias = self._take(f"{prefix}dt_bias", heads).rows(value_heads).float()
+        own = sizes.dealt_out(self._share)
+        mixer = self._build.delta_net(DeltaNetWeights(own, conv.T.contiguous(), rate if self._is_gguf else -rate.exp(), dt_bias, norm))
+        return in_proj, mixer, self._take(f"{prefix}out_proj.weight", hidden, sizes.value_size).columns(values)
 
 
 @dataclass(frozen=True, slots=True)

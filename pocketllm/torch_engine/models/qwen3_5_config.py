@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pocketllm.checkpoint import Checkpoint
-from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
+from pocketllm.torch_engine.models.config_keys import bad, real, required, whole
 from pocketllm.torch_engine.models.decoder_spec import Experts, only
 
 _KINDS = ("linear_attention", "full_attention")
@@ -77,19 +78,17 @@ class Qwen3_5Config:
         has_experts = checkpoint.architecture.startswith("qwen3_5_moe")
         size_key = "shared_expert_intermediate_size" if has_experts else "intermediate_size"
         for key in (*_COUNTS, *(_EXPERT_COUNTS if has_experts else (size_key,))):
-            if type(value := _required(checkpoint, config, key)) is not int or value < 1:
-                raise _bad(checkpoint, key, value, "a whole number above 0")
+            whole(checkpoint, key)
         for key in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
-            if type(value := _required(checkpoint, config, key)) not in (int, float) or not 0 < value < float("inf"):
-                raise _bad(checkpoint, key, value, "a number above 0")
+            real(checkpoint, key)
         for many, few in (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")):
             if config[many] % config[few]:
-                raise _bad(checkpoint, few, config[few], f"a divisor of {many} = {config[many]}")
+                raise bad(checkpoint, few, config[few], f"a divisor of {many} = {config[many]}")
         if config["linear_conv_kernel_dim"] < 2:
-            raise _bad(checkpoint, "linear_conv_kernel_dim", config["linear_conv_kernel_dim"], "at least 2")
+            raise bad(checkpoint, "linear_conv_kernel_dim", config["linear_conv_kernel_dim"], "at least 2")
         rotary_dim = int(config["head_dim"] * config["partial_rotary_factor"])
         if rotary_dim % 2 or not 0 < rotary_dim <= config["head_dim"]:
-            raise _bad(checkpoint, "partial_rotary_factor", config["partial_rotary_factor"], f"an even part of head_dim = {config['head_dim']}")
+            raise bad(checkpoint, "partial_rotary_factor", config["partial_rotary_factor"], f"an even part of head_dim = {config['head_dim']}")
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config[size_key],
@@ -126,12 +125,12 @@ class Qwen3_5Config:
 def _layer_types(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str, ...]:
     count, types = config["num_hidden_layers"], config.get("layer_types")
     if types is None:
-        interval = _required(checkpoint, config, "full_attention_interval")
+        interval = required(checkpoint, "full_attention_interval")
         if type(interval) is not int or not 0 < interval <= count:
-            raise _bad(checkpoint, "full_attention_interval", interval, f"a whole number from 1 to num_hidden_layers = {count}")
+            raise bad(checkpoint, "full_attention_interval", interval, f"a whole number from 1 to num_hidden_layers = {count}")
         return tuple(_KINDS[(index + 1) % interval == 0] for index in range(count))
     if not isinstance(types, list) or len(types) != count:
-        raise _bad(checkpoint, "layer_types", types, f"a list of {count}")
+        raise bad(checkpoint, "layer_types", types, f"a list of {count}")
     for kind in types:
         if kind not in _KINDS:
             raise UnsupportedFeatureError(
@@ -140,13 +139,13 @@ def _layer_types(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str
                 param="model",
             )
     if _KINDS[1] not in types:
-        raise _bad(checkpoint, "layer_types", types, "a list with at least one full_attention")
+        raise bad(checkpoint, "layer_types", types, "a list with at least one full_attention")
     return tuple(types)
 
 
 def _experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Experts:
     if config["num_experts_per_tok"] > config["num_experts"]:
-        raise _bad(checkpoint, "num_experts_per_tok", config["num_experts_per_tok"], f"at most num_experts = {config['num_experts']}")
+        raise bad(checkpoint, "num_experts_per_tok", config["num_experts_per_tok"], f"at most num_experts = {config['num_experts']}")
     is_fused = any(tensor.name.endswith(".mlp.experts.gate_up_proj") for tensor in checkpoint.tensors)
     return Experts(
         count=config["num_experts"],
@@ -156,13 +155,3 @@ def _experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Experts:
         layers=frozenset(range(config["num_hidden_layers"])),
         layout="stacked" if checkpoint.gguf is not None else "fused" if is_fused else "separate",
     )
-
-
-def _required(checkpoint: Checkpoint, config: Mapping[str, Any], key: str) -> Any:
-    if (value := config.get(key)) is None:
-        raise ConfigurationError(f"{checkpoint.path} lacks the key {key}: download it again.", param="model")
-    return value
-
-
-def _bad(checkpoint: Checkpoint, key: str, value: object, wanted: str) -> ConfigurationError:
-    return ConfigurationError(f"{checkpoint.path} has {key} = {value!r}, which should be {wanted}: download it again.", param="model")

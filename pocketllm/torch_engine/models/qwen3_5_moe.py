@@ -27,8 +27,8 @@ class Qwen3_5Moe(Qwen3_5):
     def _take_feed_forward(self, prefix: str) -> StoredExperts:
         config, hidden = self.config, self.config.hidden_size
         assert config.experts is not None
-        mixture = take_experts(self._weights, prefix, config.experts, hidden, "silu")
+        mixture = take_experts(self._weights, prefix, config.experts, hidden, "silu", self._share)
         gate_name = f"{prefix}shared_expert_gate.weight"
         gate = self._weights.take(gate_name, (hidden,) if self._is_vector(gate_name) else (1, hidden)).float().view(1, hidden)
-        shared = take_feed_forward(self._weights, f"{prefix}shared_expert.", hidden, config.intermediate_size, "silu")
+        shared = take_feed_forward(self._weights, f"{prefix}shared_expert.", hidden, config.intermediate_size, "silu", self._share)
         return replace(mixture, shared=shared, shared_gate=gate)

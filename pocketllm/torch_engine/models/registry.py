@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pocketllm.checkpoint import Checkpoint
+from pocketllm.torch_engine.models.deepseek_v4 import DeepseekV4
+from pocketllm.torch_engine.models.deepseek_v4_config import DeepseekV4Config
 from pocketllm.torch_engine.models.gemma3_text import Gemma3Text
 from pocketllm.torch_engine.models.llama import Llama
 from pocketllm.torch_engine.models.mistral import Mistral
@@ -31,6 +33,7 @@ MODELS: dict[str, ModelClass] = {
     "qwen3_5_moe_text": Qwen3_5Moe,
     "qwen3_moe": Qwen3Moe,
     "gemma3_text": Gemma3Text,
+    "deepseek_v4": DeepseekV4,
 }
 
 # Those of them whose layers are not all attention -> how the sizes of their caches are read.
@@ -40,6 +43,9 @@ HYBRIDS: dict[str, Callable[[Checkpoint], Qwen3_5Config]] = {
     "qwen3_5_moe": Qwen3_5Config.from_checkpoint,
     "qwen3_5_moe_text": Qwen3_5Config.from_checkpoint,
 }
+
+# Those that keep recent tokens and a compressed past -> the same.
+COMPRESSED: dict[str, Callable[[Checkpoint], DeepseekV4Config]] = {"deepseek_v4": DeepseekV4Config.from_checkpoint}
 
 
 def model_class(checkpoint: Checkpoint) -> ModelClass:
@@ -53,6 +59,9 @@ def model_class(checkpoint: Checkpoint) -> ModelClass:
 
 def kv_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
     """Layers of the model of `checkpoint`, and the KV heads and head dimension of those that keep keys and values."""
+    if checkpoint.architecture in COMPRESSED:
+        config = COMPRESSED[checkpoint.architecture](checkpoint)
+        return config.num_hidden_layers, 1, config.head_dim
     if checkpoint.architecture in MODELS:
         return checkpoint.config["num_hidden_layers"], checkpoint.config["num_key_value_heads"], checkpoint.config["head_dim"]
     from pocketllm.torch_engine.models.generic_layout import read_layout

@@ -28,6 +28,7 @@ class GatedModel(FakeModel):
     """
 
     vocab_size = VOCAB_SIZE
+    closed_after_failure: bool | None = None
 
     def __init__(self, num_blocks: int, block_size: int, *, runs_ahead: bool, **options: int | None) -> None:
         super().__init__(num_blocks, block_size, **options)
@@ -58,6 +59,9 @@ class GatedModel(FakeModel):
         assert row.slot >= 0
         held = self.held.pop(row.slot, row)  # a row that is preempted in the step in which it starts has had none
         assert held is row
+
+    def close(self, *, has_failed: bool) -> None:
+        self.closed_after_failure = has_failed
 
 
 class GatedFlight:
@@ -127,7 +131,8 @@ class Setup:
     def __init__(self, *, slots: int = 4, num_blocks: int = 64, chunk: int = 0, **model_options: int | None) -> None:
         self.model = GatedModel(num_blocks, 4, runs_ahead=self.runs_ahead, **model_options)
         self.scheduler = Scheduler(BlockPool(num_blocks, 4), slots, chunk)
-        self.engine = Engine(lambda _check_open: (self.scheduler, self.model))
+        self.deaths: list[str] = []
+        self.engine = Engine(lambda _check_open: (self.scheduler, self.model), self.deaths.append)
         self.engine.wait_until_built()
 
     def submit(self, request: EngineRequest) -> Answer:

@@ -45,6 +45,28 @@ def test_an_exception_in_a_step_ends_every_row_and_the_engine(caplog: pytest.Log
         assert not setup.engine.cancel("a")
         setup.engine.close()
         assert setup.engine.health().state == "dead", "it stays so"
+        assert setup.model.closed_after_failure is True
+        assert setup.deaths == [health.detail]
+
+
+def test_an_abandoned_engine_ends_its_rows_though_its_step_never_ends() -> None:
+    setup = Setup(slots=1)
+    setup.model.gate.clear()
+    answers = [setup.submit(request(name, max_tokens=9)) for name in "ab"]
+    assert setup.model.entered.wait(WAIT)
+    setup.engine.abandon("rank 1 was lost")
+    for answer in answers:
+        assert str(answer.end().error) == "The engine failed: rank 1 was lost. Restart the server."
+    assert setup.engine.health().detail == "rank 1 was lost"
+    setup.engine.close()  # it does not wait
+    with pytest.raises(BackendUnavailableError, match="The engine is dead: rank 1 was lost"):
+        setup.submit(request("c"))
+    setup.model.gate.set()  # and if it ends after all, nothing follows
+    eventually(lambda: not setup.scheduler.running)
+    assert [len(answer.outputs) for answer in answers] == [1, 1]
+    assert setup.engine.health().detail == "rank 1 was lost"
+    assert setup.model.closed_after_failure is None
+    assert setup.deaths == []
 
 
 class Unwinding(BaseException):

@@ -1,11 +1,11 @@
-// The rate at which kernels can read device memory: the limit that decoding is measured against.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "backends/cuda/bench/read_rate.h"
+#include "backends/cuda/read_rate.h"
 #include "backends/cuda/call.h"
+#include "backends/cuda/make_device.h"
 
 namespace pocket::cuda {
 
@@ -38,7 +38,11 @@ __global__ void fill_kernel(unsigned* to, std::size_t count) {
 
 }  // namespace
 
-double read_rate(void* data, std::size_t num_bytes, void* sink) {
+double read_rate(int ordinal, std::size_t num_bytes) {
+    const auto device = make_device(ordinal);
+    const auto buffer = device->allocate(num_bytes);
+    device->synchronize();
+    void *data = buffer->data(), *sink = data;
     cudaEvent_t begin = nullptr, end = nullptr;
     call(cudaEventCreate(&begin), "an event");
     call(cudaEventCreate(&end), "an event");

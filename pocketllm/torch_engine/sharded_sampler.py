@@ -1,0 +1,156 @@
+"""Draws over ranks that each have the logits of some ids: ranks send candidates and sums of exponentials, and rank 0 draws as sampler.py does.
+
+The best ids of all are among the best of each rank, and a sum of exponentials is that of its parts. Only a row whose nucleus is larger than its
+candidates, or whose noise favours an id outside them, is sent whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pocketllm.backends.base import EngineRequest, TokenLogprobs
+from pocketllm.torch_engine.logprobs import LOWEST, largest
+from pocketllm.torch_engine.masks import Words
+from pocketllm.torch_engine.rank_group import RankGroup
+from pocketllm.torch_engine.sampler import CANDIDATES, Candidates, bias, draw_among, is_greedy
+
+_NO_ID = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDraw:
+    """What one row drew.
+
+    Args:
+        token_id: None where no id can be drawn.
+        is_finite: the largest of the row's logits, before its mask, is.
+        logprobs: where the row asked for them.
+    """
+
+    token_id: int | None
+    is_finite: bool
+    logprobs: TokenLogprobs | None
+
+
+class ShardedSampler:
+    """Every rank calls `draw` with the same rows, and its own logits.
+
+    Args:
+        group: the ranks.
+        vocab_size: ids of all of them; a rank has those of Share.nearly(vocab_size).
+    """
+
+    def __init__(self, group: RankGroup, vocab_size: int) -> None:
+        self._group, self._vocab_size = group, vocab_size
+        self._mine = group.share.nearly(vocab_size)
+
+    def draw(self, logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, Words]) -> list[SharedDraw]:
+        """One result a row of `logits` [num_rows, ids of this rank] float32. On the other ranks than 0 they are not to be used."""
+        own = logits.clone() if masks else logits
+        for row, words in masks.items():
+            own[row] += bias(words, self._vocab_size)[self._mine.start : self._mine.stop]
+        num_candidates = max(_num_candidates(request, self._vocab_size) for request in requests)
+        num_top = max((request.logprobs for request in requests if request.logprobs is not None), default=-1)
+        lines = [self._line(logits[row], own[row], request, num_candidates, num_top) for row, request in enumerate(requests)]
+        told = torch.stack(self._group.gather(torch.tensor(lines, dtype=torch.float64)))  # [size, num_rows, width]
+        leads = self._group.share.index == 0
+        rows = [_Row(told[:, row], request, self._vocab_size, num_candidates, num_top) for row, request in enumerate(requests)]
+        ids = [row.draw(draws[place]) if leads else None for place, row in enumerate(rows)]
+        if any(_may_need_all(request, self._vocab_size) for request in requests):
+            wanted = torch.tensor([leads and row.needs_all for row in rows], dtype=torch.int64)
+            wanted = self._group.gather(wanted)[0]  # as rank 0 says
+            places = wanted.nonzero().squeeze(-1)
+            if places.numel():
+                whole = self._group.gather_columns(own[places], [len(part) for part in self._group.share.all_nearly(self._vocab_size)])
+                for line, place in enumerate(places.tolist()):
+                    if leads:
+                        ids[place] = rows[place].draw(draws[place], whole[line])
+        return [SharedDraw(token_id, row.is_finite, row.logprobs()) for row, token_id in zip(rows, ids, strict=True)]
+
+    def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest, num_candidates: int, num_top: int) -> list[float]:
+        """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),
+        that of exp(logit), then candidates and, where a row asked for log probabilities, the most likely ids: ids and logits."""
+        best, best_own = float(raw.max()), float(own.max())
+        line = [best, best_own, 0.0, 0.0]
+        if math.isfinite(best) and math.isfinite(best_own) and not is_greedy(request):
+            line[2] = float(((own.double() - best_own) / request.temperature).logsumexp(dim=-1))
+        if num_top >= 0 and math.isfinite(best):
+            line[3] = float(raw.double().logsumexp(dim=-1))
+        for values, count in ((own, num_candidates), (raw, num_top)):
+            if count <= 0:
+                continue
+            found, ids = largest(values, min(count, values.shape[0])) if math.isfinite(float(values.max())) else ([], [])
+            missing = count - len(ids)
+            line += [id_ + self._mine.start for id_ in ids] + [_NO_ID] * missing + found + [-math.inf] * missing
+        return line
+
+
+class _Row:
+    """What all ranks have told of one row.
+
+    Args:
+        told: [size, width] float64, lines of ShardedSampler._line.
+    """
+
+    def __init__(self, told: torch.Tensor, request: EngineRequest, vocab_size: int, num_candidates: int, num_top: int) -> None:
+        self._request, self._vocab_size = request, vocab_size
+        self._bests = told[:, 0]
+        self.is_finite = math.isfinite(float(self._bests.max()))  # a NaN anywhere is the maximum
+        self._own_bests, self._scaled_sums, self._sums = told[:, 1], told[:, 2], told[:, 3]
+        self._candidates = _merged(told[:, 4:], num_candidates)
+        self._top = _merged(told[:, 4 + 2 * num_candidates :], num_top) if num_top > 0 else []
+        self._drawn: tuple[int, float] | None = None  # and its logit
+        self.needs_all = False
+
+    def draw(self, number: int, whole: torch.Tensor | None = None) -> int | None:
+        """Draw number `number`. Where it can't be told from the candidates, `needs_all` is set, until `whole`, the row's logits after its mask, is there."""
+        best = float(self._own_bests.max())
+        if not self.is_finite or not math.isfinite(best):
+            return None
+        request = self._request
+        if is_greedy(request):
+            self._drawn = self._candidates[0]
+            return self._drawn[0]
+        weights = (self._own_bests - best) / request.temperature + self._scaled_sums
+        weights[~torch.isfinite(self._own_bests)] = -math.inf
+        own = self._candidates[: _num_candidates(request, self._vocab_size)]  # other rows may have asked for more
+        values = torch.tensor([logit for _, logit in own], dtype=torch.float64)
+        ids = torch.tensor([token_id for token_id, _ in own])
+        scaled = None if whole is None else (whole.double() - best) / request.temperature
+        candidates = Candidates((values - best) / request.temperature, ids, float(weights.logsumexp(dim=-1)))
+        token_id = draw_among(candidates, request, number, scaled)
+        self.needs_all = token_id is None
+        if token_id is None:
+            return None
+        logits = dict(self._candidates) if whole is None else {token_id: float(whole[token_id])}
+        self._drawn = token_id, logits[token_id]
+        return token_id
+
+    def logprobs(self) -> TokenLogprobs | None:
+        wanted = self._request.logprobs
+        if wanted is None or self._drawn is None:
+            return None
+        total = float(self._sums.logsumexp(dim=-1))
+        top = tuple((token_id, max(logit - total, LOWEST)) for token_id, logit in self._top[:wanted])
+        return TokenLogprobs(max(self._drawn[1] - total, LOWEST), top)
+
+
+def _merged(told: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """The `count` best (id, logit) of all ranks, best first, of equal ones the lower id."""
+    ids, values = told[:, :count].flatten().tolist(), told[:, count : 2 * count].flatten().tolist()
+    found = [(int(id_), value) for id_, value in zip(ids, values, strict=True) if id_ != _NO_ID]
+    return sorted(found, key=lambda one: (-one[1], one[0]))[:count]
+
+
+def _num_candidates(request: EngineRequest, vocab_size: int) -> int:
+    if is_greedy(request):
+        return 1
+    return request.top_k if 0 < request.top_k < vocab_size else min(CANDIDATES, vocab_size)
+
+
+def _may_need_all(request: EngineRequest, vocab_size: int) -> bool:
+    return not is_greedy(request) and not 0 < request.top_k < vocab_size

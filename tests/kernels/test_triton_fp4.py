@@ -1,0 +1,56 @@
+"""Experts in FP4: the kernels against the formula, and GGUF's blocks against the gguf package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from pocketllm.torch_engine.quant.fp4 import dequantize_fp4, unpack_mxfp4
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts, fp4_experts_reference
+
+
+def random_experts(count: int, rows: int, columns: int, device: str, seed: int) -> Fp4Experts:
+    """Every byte, and scales around 1 / 16."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (count, rows, columns // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(121, 126, (count, rows, columns // 32), generator=generator, dtype=torch.uint8)
+    return Fp4Experts(values.to(device), scales.to(device))
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(1, torch.float32), (7, torch.float32), (3, torch.bfloat16)])
+def test_experts(num_tokens: int, dtype: torch.dtype, triton_device: str) -> None:
+    """96 and 64 are no multiples of the tiles' 128 values and 64 columns."""
+    gate_up, down = random_experts(4, 2 * 96, 64, triton_device, 1), random_experts(4, 64, 96, triton_device, 2)
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 64, generator=generator).to(triton_device, dtype)
+    chosen = torch.rand(num_tokens, 4, generator=generator).argsort(-1)[:, :2].to(triton_device)
+    shares = torch.rand(num_tokens, 2, generator=generator).to(triton_device)
+    found = fp4_experts(x, chosen, shares, gate_up, down, 1.5)
+    wanted = fp4_experts_reference(x, chosen, shares, gate_up, down, 1.5)
+    assert found.dtype == dtype
+    assert (found.float() - wanted).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * wanted.abs().max()
+
+
+def test_no_tokens(triton_device: str) -> None:
+    gate_up, down = random_experts(2, 64, 32, triton_device, 1), random_experts(2, 32, 32, triton_device, 2)
+    none = torch.zeros(0, 2, device=triton_device)
+    assert fp4_experts(torch.zeros(0, 32, device=triton_device), none.long(), none, gate_up, down, 1.0).shape == (0, 32)
+
+
+def test_scales_of_another_shape() -> None:
+    with pytest.raises(ValueError, match="a scale for each 16 bytes of a row"):
+        Fp4Experts(torch.zeros(1, 4, 32, dtype=torch.uint8), torch.zeros(1, 4, 1, dtype=torch.uint8))
+
+
+def test_blocks_of_a_gguf() -> None:
+    """Repacked values and scales are those of the gguf package, bit for bit."""
+    blocks = np.random.default_rng(3).integers(0, 256, (5, 3 * 17), dtype=np.uint8)
+    blocks[:, ::17] = np.random.default_rng(4).integers(100, 140, (5, 3))  # exponents
+    out = torch.empty(5, 96)
+    dequantize_fp4(*unpack_mxfp4(blocks), out)
+    assert torch.equal(out, torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)))
