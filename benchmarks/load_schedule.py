@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     load_before = psutil.getloadavg()
     psutil.Process().cpu_affinity([cores[-1]])
     cases = [_case(name, options.tokens, cores[0]) for name in options.case or ("256x5", "256x40")]
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "load_generator",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/load_schedule.py", *sys.argv[1:]]),

@@ -37,7 +37,7 @@ for wanted in "${parts[@]}"; do
       part build 400 1500 cmake --build "$build" -j "$(nproc)"
       part build-bench 120 600 cmake --build "$build" -j "$(nproc)" --target pocket_cuda_bench
       ;;
-    test) part ctest 200 2500 ctest --test-dir "$build" --output-on-failure -R "linear|attention|delta|sample" ;;
+    test) part ctest 200 2500 ctest --test-dir "$build" --output-on-failure -R "linear|attention|delta|sample|model_runner|trained_model" ;;
     sanitize)
       for tool in memcheck racecheck initcheck; do
         for test in linear attention delta_net sample; do

@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # its programs import each other by f
 
 import cuda_table  # noqa: E402
 import native_cpu_table  # noqa: E402
+import native_cuda_table  # noqa: E402
 import serving_cuda_table  # noqa: E402
 import serving_table  # noqa: E402
 from pocketllm.bench.compare import comparison_table  # noqa: E402
@@ -23,6 +24,7 @@ from pocketllm.bench.serve import serving_table as load_table  # noqa: E402
 _TITLES = {
     "offline": "Beside llama.cpp on one GGUF file",
     "native_cpu": "The native engine beside llama.cpp and transformers",
+    "native_cuda": "The native engine on a GPU",
     "serving": "The HTTP front end, no model",
     "torch_cuda": "The torch plane on a GPU",
     "serving_cuda": "Over HTTP on a GPU",
@@ -197,6 +199,7 @@ def _serving_cuda_table(report: dict[str, Any]) -> str:
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "offline": _offline_table,
     "native_cpu": native_cpu_table.table,
+    "native_cuda": native_cuda_table.table,
     "serving": serving_table.table,
     "torch_cuda": cuda_table.table,
     "serving_cuda": _serving_cuda_table,

@@ -192,7 +192,7 @@ def _limit(row: dict[str, Any], key: str) -> Sequence[str]:
 
 
 def _gpu(report: dict[str, Any]) -> str:
-    return f", {report['gpu']['gpu']}" if report.get("gpu") else f", {report['threads']} threads"
+    return f", {report['gpu']['gpu']}" if report.get("gpu") else f", {report['threads']} thread{'s' if report['threads'] != 1 else ''}"
 
 
 def _quietly(_progress: LoadProgress) -> None:

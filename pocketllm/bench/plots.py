@@ -69,8 +69,10 @@ def plot_comparison(report: dict[str, Any], path: str) -> None:
         whiskers = [[found["median"] - found["min"] for found in sides.values()], [found["max"] - found["median"] for found in sides.values()]]
         names = [side.removeprefix("http://").replace("llama-cpp-python", "llama-cpp-\npython") for side in sides]
         bars = axes.bar(names, medians, yerr=whiskers, capsize=4, color=_COLOURS[: len(sides)], width=0.65)
-        axes.bar_label(bars, [f"{value:,.0f}" for value in medians], label_type="center", color="white", fontsize=_FONT)
+        for bar, value in zip(bars, medians, strict=True):  # at the foot, which no whisker crosses
+            axes.annotate(f"{value:,.0f}", (bar.get_x() + bar.get_width() / 2, 0), (0, 4), textcoords="offset points", ha="center", color="white")
         if row["limit"] is not None and row["limit"] < 3 * max(medians):
+            axes.set_ylim(top=1.2 * max(row["limit"], *(found["max"] for found in sides.values())))  # with room for the legend
             axes.axhline(row["limit"], color=_COLOURS[5], linestyle=":", label=f"limit {row['limit']:,.0f}")
             axes.legend(frameon=False, loc="upper right")
         axes.set_title(name, fontsize=_FONT)

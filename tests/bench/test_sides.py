@@ -97,18 +97,18 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compare(tiny: Path, fake_url: str, read_report: Callable[[Path], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "compare.json", tmp_path / "compare.png"
     sizes = ["--input-tokens", "16", "--output-tokens", "24", "--batch", "2", "--rounds", "2", "--threads", "1", "--max-model-len", "512"]
-    peers = ["--peer", "transformers", "--peer", fake_url]
-    assert main(["bench", "compare", "--model", str(tiny), *peers, *sizes, "--output", str(output), "--plot", str(plot)]) == 0
+    assert main(["bench", "compare", "--model", str(tiny), "--peer", fake_url, *sizes, "--output", str(output), "--plot", str(plot)]) == 0
     report = read_report(output)
-    assert list(report["sides"]) == ["pocketllm", "transformers", fake_url]
+    assert list(report["sides"]) == ["pocketllm", fake_url]
     for name, row in report["summary"].items():
-        ours, theirs = ([one[name] for one in report["samples"][side]] for side in ("pocketllm", "transformers"))
+        ours, theirs = ([one[name] for one in report["samples"][side]] for side in ("pocketllm", fake_url))
         assert len(ours) == 2
         ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-        assert row["ratios"]["transformers"] == pytest.approx({"median": sum(ratios) / 2, "min": min(ratios), "max": max(ratios), "count": 2})
+        assert row["ratios"][fake_url] == pytest.approx({"median": sum(ratios) / 2, "min": min(ratios), "max": max(ratios), "count": 2})
     assert str(tiny.parent) not in output.read_text()
-    assert "--peer transformers" in report["command"]
-    assert report["sides"]["transformers"]["peak_rss_bytes"] > 2**20
+    assert report["command"].endswith(f"--peer {fake_url}")
+    assert report["sides"]["pocketllm"]["peak_rss_bytes"] > 2**20
+    assert report["sides"][fake_url]["peak_rss_bytes"] is None
     table = capsys.readouterr().out
     assert "batch 2 (128 + 64)" in table
     assert "ratio" in table

@@ -35,16 +35,14 @@ __device__ __forceinline__ float exchange_sums(const float (&values)[kCount]) {
 }
 
 template <typename T, int kGroup>
-__global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, bool reads_early, int num_splits, int max_blocks, float* partial, int* tickets) {
+__global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, int max_blocks, float* partial, int* tickets) {
     constexpr int kPadded = kGroup > 4 ? 8 : kGroup > 2 ? 4 : kGroup, kTokens = kPadded > 4 ? 32 / kPadded : 8, kPairs = kPadded * kTokens;
     constexpr int kShift = kPairs == 32 ? 0 : kPairs == 16 ? 1 : 2;  // lanes of one pair, as a power of two
     extern __shared__ __align__(16) float memory[];         // [kWarps][kGroup][head_dim]; before that queries [kGroup][head_dim] and the key
     __shared__ float all_maxima[kWarps][kGroup], all_sums[kWarps][kGroup], block_maxima[kGroup], block_sums[kGroup];
     __shared__ bool is_last;
-    let_next_start();
     const AttentionShape& shape = call.shape;
-    const int split = blockIdx.x, row = blockIdx.z, first_head = blockIdx.y * kGroup;
-    if (split >= num_splits) return wait_for_inputs();      // an idle block
+    const int split = blockIdx.x, num_splits = gridDim.x, row = blockIdx.z, first_head = blockIdx.y * kGroup;
     const int kv_head = first_head / (shape.num_heads / shape.num_kv_heads);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head_dim = shape.head_dim, first = lane * 8;
     const bool has_dims = first < head_dim;
@@ -57,8 +55,7 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
         const std::int64_t slot = static_cast<std::int64_t>(table[token / call.cache.block_size]) * call.cache.block_size + token % call.cache.block_size;
         return cache_place(call.cache, shape.num_kv_heads, head_dim, slot, kv_head);
     };
-    // What is there before the projections are: the first tokens' keys and values, which earlier steps wrote, and constants.
-    if (!reads_early) wait_for_inputs();
+    // The first tokens' keys and values, and constants, are on their way while the queries are prepared.
     Eight<T> key_words[kTokens], value_words[kTokens];
     const auto load_tokens = [&](int start) {
         const std::int64_t mine = place_of(min(start + lane % kTokens, end - 1));
@@ -77,7 +74,6 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
         touch(call.weights.sines + static_cast<std::int64_t>(position) * half + index);
     }
     for (int index = 4 * threadIdx.x; index < head_dim; index += 4 * kThreads) touch(call.weights.query_norm.weight + index), touch(call.weights.key_norm.weight + index);
-    wait_for_inputs();
 
     const std::int64_t token_row = row, projections = token_row * call.projections.stride;
     const int query_size = 2 * shape.num_heads * head_dim;
@@ -270,24 +266,23 @@ __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall ca
 }
 
 template <typename T, int kGroup>
-void launch_kernel(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
-    const int units = call.shape.num_heads / kGroup * call.step.num_decode;
-    const dim3 grid(std::max(num_splits, ceil_div(context.num_multiprocessors, units)), call.shape.num_heads / kGroup, call.step.num_decode);
+void launch_kernel(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
+    const dim3 grid(num_splits, call.shape.num_heads / kGroup, call.step.num_decode);
     const std::size_t shared = sizeof(float) * static_cast<std::size_t>(std::max(kWarps * kGroup * call.shape.head_dim, num_splits * kGroup));
-    launch_beside(context, decode_kernel<T, kGroup>, grid, kThreads, shared, call, reads_early, num_splits, call.step.max_blocks, partial, tickets);
+    launch(context, decode_kernel<T, kGroup>, grid, kThreads, shared, call, call.step.max_blocks, partial, tickets);
 }
 
 template <typename T>
-void launch_group(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
+void launch_group(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
     const int group = call.shape.num_heads / call.shape.num_kv_heads;
     if (group == 6) {
-        launch_kernel<T, 6>(context, call, reads_early, num_splits, partial, tickets);
+        launch_kernel<T, 6>(context, call, num_splits, partial, tickets);
     } else if (group % 4 == 0) {
-        launch_kernel<T, 4>(context, call, reads_early, num_splits, partial, tickets);
+        launch_kernel<T, 4>(context, call, num_splits, partial, tickets);
     } else if (group % 2 == 0) {
-        launch_kernel<T, 2>(context, call, reads_early, num_splits, partial, tickets);
+        launch_kernel<T, 2>(context, call, num_splits, partial, tickets);
     } else {
-        launch_kernel<T, 1>(context, call, reads_early, num_splits, partial, tickets);
+        launch_kernel<T, 1>(context, call, num_splits, partial, tickets);
     }
 }
 
@@ -303,13 +298,13 @@ std::size_t decode_partial_size(const AttentionShape& shape, int num_rows, int n
     return static_cast<std::size_t>(num_rows) * shape.num_heads * num_splits * (shape.head_dim + 2);
 }
 
-void attention_decode(const Context& context, const AttentionCall& call, bool reads_early, int num_splits, float* partial, int* tickets) {
+void attention_decode(const Context& context, const AttentionCall& call, int num_splits, float* partial, int* tickets) {
     if (call.cache.dtype == DType::float32) {
-        launch_kernel<float, 1>(context, call, reads_early, num_splits, partial, tickets);
+        launch_kernel<float, 1>(context, call, num_splits, partial, tickets);
     } else if (call.cache.dtype == DType::bfloat16) {
-        launch_group<__nv_bfloat16>(context, call, reads_early, num_splits, partial, tickets);
+        launch_group<__nv_bfloat16>(context, call, num_splits, partial, tickets);
     } else {
-        launch_group<__half>(context, call, reads_early, num_splits, partial, tickets);
+        launch_group<__half>(context, call, num_splits, partial, tickets);
     }
 }
 

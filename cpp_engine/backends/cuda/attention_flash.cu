@@ -21,14 +21,12 @@ template <typename T, int kDim, int kWarps, int kTile>
 __global__ __launch_bounds__(32 * kWarps, 1) void flash_kernel(const AttentionCall call, int first_token, const T* queries) {
     constexpr int kThreads = 32 * kWarps, kQueries = 16 * kWarps, kChunks = kDim / 8, kRowBytes = 2 * kDim;
     extern __shared__ __align__(128) std::uint8_t memory[];
-    let_next_start();
     const AttentionShape& shape = call.shape;
     const int row = call.step.num_decode + static_cast<int>(blockIdx.z), head = blockIdx.y, kv_head = head / (shape.num_heads / shape.num_kv_heads);
     const int start = call.step.row_starts[row], num_queries = call.step.row_starts[row + 1] - start;
     const int first_query = (static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x)) * kQueries;  // the last ones see most, so they begin first
     const int length = call.step.lengths[row];
     const std::int32_t* table = call.step.block_tables + static_cast<std::int64_t>(row) * call.step.max_blocks;
-    wait_for_inputs();
     if (first_query >= num_queries) return;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
     const std::uint32_t asked = shared_address(memory), keys = asked + kQueries * kRowBytes, values = keys + kTileStages * kTile * kRowBytes;

@@ -237,7 +237,6 @@ __global__ __launch_bounds__(kThreads, 1) void hopper_kernel(const __grid_consta
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ std::uint8_t memory[];
     __shared__ __align__(8) std::uint64_t barrier_memory[4 * kPlaces];
-    let_next_start();
     const AttentionShape& shape = call.shape;
     Block block;
     block.row = call.step.num_decode + static_cast<int>(blockIdx.z), block.head = blockIdx.y, block.kv_head = block.head / (shape.num_heads / shape.num_kv_heads);
@@ -253,7 +252,6 @@ __global__ __launch_bounds__(kThreads, 1) void hopper_kernel(const __grid_consta
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    wait_for_inputs();
     if (block.first_query >= block.num_queries) return;
     __syncthreads();
     const std::uint32_t asked = (shared_address(memory) + 1023) / 1024 * 1024, tiles = asked + kQueryBytes;

@@ -37,8 +37,6 @@ __device__ __forceinline__ void store_head(void* data, DType dtype, std::int64_t
 template <bool kPacked>
 __global__ void heads_kernel(const AttentionCall call, int first_token, void* queries, DType dtype) {
     __shared__ float scratch[kWarps][kMostDim];
-    let_next_start();
-    wait_for_inputs();
     const AttentionShape& shape = call.shape;
     const int item = blockIdx.y * kWarps + (threadIdx.x >> 5), head_dim = shape.head_dim, first = (threadIdx.x & 31) * 8;
     if (item >= shape.num_heads + shape.num_kv_heads) return;
@@ -70,8 +68,6 @@ __global__ void heads_kernel(const AttentionCall call, int first_token, void* qu
 template <typename T>
 __global__ void plain_kernel(const AttentionCall call, int first_token, const void* queries, DType dtype) {
     __shared__ float maxima[kWarps], sums[kWarps], parts[kWarps][kMostDim];
-    let_next_start();
-    wait_for_inputs();
     const AttentionShape& shape = call.shape;
     const int head = blockIdx.y, kv_head = head / (shape.num_heads / shape.num_kv_heads), head_dim = shape.head_dim;
     const int warp = threadIdx.x >> 5, first = (threadIdx.x & 31) * 8;

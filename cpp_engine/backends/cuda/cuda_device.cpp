@@ -29,7 +29,6 @@ private:
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorKind::unsupported, message, "device"); }
 
-constexpr Schedule kHopper = {Schedule::Start::watched, 0, 0};
 constexpr std::size_t kSentBytes = 4 << 20;                 // of pinned memory for uploads
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
@@ -61,13 +60,12 @@ void* Scratch::take(std::size_t num_bytes) {
 
 CudaDevice::CudaDevice(int ordinal)
     : ordinal_(ordinal), prepared_(*this), partial_(*this), both_(*this), expanded_(*this), workspace_(*this), mixed_(*this), read_(*this), queries_(*this),
-      tickets_(*this), draws_(*this), drawn_(*this), masks_(*this), progress_memory_(*this), loader_(*this) {
+      tickets_(*this), draws_(*this), drawn_(*this), masks_(*this), loader_(*this) {
     cudaDeviceProp properties = {};
     call(cudaGetDeviceProperties(&properties, ordinal), "the device's properties");
     context_.num_multiprocessors = properties.multiProcessorCount;
     context_.capability = 10 * properties.major + properties.minor;
     context_.shared_memory = static_cast<int>(properties.sharedMemPerBlockOptin);
-    set_schedule(kHopper);
     both_bytes_ = std::max<std::int64_t>(64 << 20, static_cast<std::int64_t>(properties.totalGlobalMem / 224));
     description_ = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) + " multiprocessors, compute capability " +
                    std::to_string(properties.major) + "." + std::to_string(properties.minor);
@@ -90,10 +88,6 @@ CudaDevice::~CudaDevice() {
     if (sent_) cudaFreeHost(sent_);
     wide_.reset();
     cudaStreamDestroy(context_.stream);
-}
-
-void CudaDevice::set_schedule(const Schedule& schedule) {
-    if (context_.capability >= 90) context_.schedule = schedule;
 }
 
 void CudaDevice::use() const { call(cudaSetDevice(ordinal_), "the choice of the device"); }
@@ -163,14 +157,11 @@ void CudaDevice::reserve(int max_tokens, int max_rows) {
 std::unique_ptr<Graph> CudaDevice::capture(const std::function<void()>& work) {
     use();
     for (Scratch* scratch : {&prepared_, &partial_, &both_, &expanded_, &workspace_, &mixed_, &read_, &queries_, &tickets_, &draws_, &drawn_, &masks_}) scratch->keep_old();
-    watched_ = nullptr;  // of a kernel that a replay does not follow
     cudaGraph_t graph = nullptr;
     call(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal), "a capture");
     try {
         work();
-        watched_ = nullptr;
     } catch (...) {
-        watched_ = nullptr;
         cudaStreamEndCapture(context_.stream, &graph);
         if (graph) cudaGraphDestroy(graph);
         cudaGetLastError();  // of the capture that was broken off

@@ -42,9 +42,6 @@ public:
     void reserve(int max_tokens, int max_rows) override;
     std::unique_ptr<Graph> capture(const std::function<void()>& work) override;
 
-    // For benchmarks; from Hopper on. Others have Schedule::Start::apart.
-    void set_schedule(const Schedule& schedule);
-
     void embed(const Step& step, const Matrix& table, const Tensor& out) override;
     void linear(const Tensor& x, const Norm* norm, const Matrix& weight, Epilogue epilogue, const Tensor& out) override;
     void attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache,
@@ -58,15 +55,13 @@ private:
     void use() const;                                       // the calling thread's CUDA device is this one
     void segment_product(const Tensor& x, const Norm* norm, const Segment& segment, std::int64_t columns, Epilogue epilogue, const Tensor& out);
     void wide_product(const Tensor& x, const Segment& segment, const Tensor& out, bool adds);
-    void start_step();
-    void watch(FewProduct& product);                        // tells it and the next one how far the one before is
     int* tickets(std::size_t count);                        // zeros, which every kernel leaves as zeros
     Tensor prepare(const Tensor& x, const Norm* norm, DType to, DType round_first, float** row_scales);
 
     int ordinal_;
     std::string description_;
     Context context_;
-    Scratch prepared_, partial_, both_, expanded_, workspace_, mixed_, read_, queries_, tickets_, draws_, drawn_, masks_, progress_memory_;
+    Scratch prepared_, partial_, both_, expanded_, workspace_, mixed_, read_, queries_, tickets_, draws_, drawn_, masks_;
     int max_samples_ = 0;                                   // that `draws_` is laid out for
     std::int64_t max_vocab_size_ = 0;
     std::byte* pinned_ = nullptr;                           // of `sample`: inputs, masks and outputs
@@ -74,11 +69,6 @@ private:
     std::byte* sent_ = nullptr;                             // pinned, what uploads take their small pieces from, one behind the other
     std::size_t sent_bytes_ = 0;                            // of it in use
     std::int64_t both_bytes_ = 0;                           // of gates and ups at a time
-    bool after_mixer_ = false;                              // the last operator left the memory idle
-    int* progress_ = nullptr;                               // of a step's products in their order, zeroed where it starts
-    int num_products_ = 0;
-    const int* watched_ = nullptr;                          // of the last kernel, where that was a product of few rows
-    bool after_product_ = false;                            // the last operator was a product
     MatrixLoader loader_;
     std::unique_ptr<WideProduct> wide_;
 };

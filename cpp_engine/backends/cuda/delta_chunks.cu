@@ -65,8 +65,6 @@ __device__ __forceinline__ const float* tail_of(const DeltaNetCall& call, int sl
 // One warp: 16 tokens of a head; a lane has four channels.
 __global__ __launch_bounds__(128) void mix_kernel(const DeltaNetCall call, int first_row, int first_token, const ChunkBuffers buffers) {
     constexpr int kParts = kChunk / kMixTokens;
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int heads = 2 * shape.num_key_heads + shape.num_value_heads, head = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (head >= heads) return;
@@ -162,8 +160,6 @@ constexpr std::size_t kSolveBytes = 2 * kTileBytes + 2 * 2 * kChunk * kChunk;
 __global__ __launch_bounds__(128) void solve_kernel(const DeltaNetCall call, int first_row, int first_token, const ChunkBuffers buffers) {
     extern __shared__ __align__(128) std::uint8_t memory[];
     __shared__ float sums[kChunk], betas[kChunk], whole;    // sums: g
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int head = blockIdx.x, number = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
     const Chunk chunk = chunk_at(call.step, first_row, first_token, number);
@@ -296,8 +292,6 @@ constexpr std::size_t kStatesBytes = kStages * kStageBytes + 2 * kSplit * (kDim 
 __global__ __launch_bounds__(256) void states_kernel(const DeltaNetCall call, int first_row, int first_token, const ChunkBuffers buffers) {
     constexpr int kThreads = 256;
     extern __shared__ __align__(128) std::uint8_t memory[];
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int row = first_row + static_cast<int>(blockIdx.z), head = blockIdx.y, first_channel = blockIdx.x * kSplit;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
@@ -416,8 +410,6 @@ constexpr std::size_t kReadBytes = 3 * kTileBytes + 2 * kStateValues;
 __global__ __launch_bounds__(128) void read_kernel(const DeltaNetCall call, int first_row, int first_token, const ChunkBuffers buffers) {
     extern __shared__ __align__(128) std::uint8_t memory[];
     __shared__ float sums[kChunk];
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int head = blockIdx.x, number = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
     const Chunk chunk = chunk_at(call.step, first_row, first_token, number);

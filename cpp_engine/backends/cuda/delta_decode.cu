@@ -2,8 +2,6 @@
 //
 // A block has one row and one value head. Its threads hold the head's matrix [key_dim, value_dim], four neighbouring value channels of up to kMostFours key
 // channels each. Value heads of one key head all read that key head's past inputs of the convolution: the last of their blocks to have read them moves them on.
-#include <algorithm>
-
 #include "backends/cuda/device_code.cuh"
 
 namespace pocket::cuda {
@@ -18,15 +16,13 @@ constexpr float kUnitEps = 1e-6f;
 
 // kTurns: channels of the convolution that a thread has; kTaps: most tokens that it goes over.
 template <int kTurns, int kTaps>
-__global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall call, bool reads_early, int* tickets) {
+__global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall call, int* tickets) {
     __shared__ __align__(16) float query[kMostDim], key[kMostDim], value[kMostDim], correction[kMostDim], result[kMostDim];
     __shared__ __align__(16) float remembered[kWarps * 128], seen[kWarps * 128];  // [threads of one key channel's stretch][value_dim]
     __shared__ float sums[3], norms[32];
     __shared__ bool is_last;
-    let_next_start();
     const DeltaNetShape& shape = call.shape;
     const int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x;
-    if (head >= shape.num_value_heads) return wait_for_inputs();  // an idle block
     const int share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
     const int key_dim = shape.key_dim, value_dim = shape.value_dim, taps = shape.conv_kernel;
     const int lanes = value_dim / 4, fours = key_dim * lanes;  // float4 of a key channel, and of the matrix
@@ -42,7 +38,6 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
                                      : 2 * keys + static_cast<std::int64_t>(head) * value_dim + (index - 2 * key_dim);
     };
 
-    if (!reads_early) wait_for_inputs();
     float4 state[kMostFours];
 #pragma unroll
     for (int index = 0; index < kMostFours; ++index) {
@@ -57,7 +52,6 @@ __global__ __launch_bounds__(kThreads, 2) void decode_kernel(const DeltaNetCall 
         for (int tap = 0; tap < kTaps - 1; ++tap) past[turn][tap] = index < channels && tap < taps - 1 && has_state ? tail[tap * conv_dim + channel_of(index)] : 0.0f;
     }
     const float rate = call.weights.rate[head], dt_bias = call.weights.dt_bias[head], norm = thread < value_dim ? call.weights.norm.weight[thread] : 0.0f;
-    wait_for_inputs();
 
     const std::int64_t projections = row * call.projections.stride, out = row * call.out.stride + static_cast<std::int64_t>(head) * value_dim;
     if (slot < 0) {
@@ -160,10 +154,10 @@ bool takes_delta_decode(const DeltaNetShape& shape) {
            shape.key_dim * shape.value_dim <= 4 * kMostFours * kThreads && shape.key_dim * shape.value_dim % 32 == 0;
 }
 
-void delta_decode(const Context& context, const DeltaNetCall& call, int num_rows, bool reads_early, int* tickets) {
+void delta_decode(const Context& context, const DeltaNetCall& call, int num_rows, int* tickets) {
     const DeltaNetShape& shape = call.shape;
     const bool is_usual = 2 * shape.key_dim + shape.value_dim <= kThreads && shape.conv_kernel <= 4;
-    launch_beside(context, is_usual ? decode_kernel<1, 4> : decode_kernel<2, kMostTaps>, dim3(std::max(shape.num_value_heads, ceil_div(context.num_multiprocessors, num_rows)), num_rows), kThreads, 0, call, reads_early, tickets);
+    launch(context, is_usual ? decode_kernel<1, 4> : decode_kernel<2, kMostTaps>, dim3(shape.num_value_heads, num_rows), kThreads, 0, call, tickets);
 }
 
 }  // namespace pocket::cuda

@@ -37,8 +37,6 @@ __device__ __forceinline__ float input_at(const DeltaNetCall& call, const float*
 // One block a token and head: query heads, key heads, value heads. mixed [tokens, conv_dim].
 __global__ void conv_kernel(const DeltaNetCall call, int first_row, int first_token, float* mixed) {
     __shared__ float sums[32];
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int token = first_token + static_cast<int>(blockIdx.x), row = row_of(call.step, first_row, token), start = call.step.row_starts[row];
     const int slot = call.step.state_slots[row];
@@ -69,8 +67,6 @@ __global__ void conv_kernel(const DeltaNetCall call, int first_row, int first_to
 // The past inputs as the next step finds them; a thread has one channel of one row.
 __global__ void tail_kernel(const DeltaNetCall call, int first_row) {
     constexpr int kMostPast = 16;
-    let_next_start();
-    wait_for_inputs();
     const int row = first_row + static_cast<int>(blockIdx.y), past = call.shape.conv_kernel - 1;
     const std::int64_t channel = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x, conv_dim = call.shape.conv_dim();
     const int slot = call.step.state_slots[row];
@@ -94,8 +90,6 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call,
     constexpr int kTokens = 16, kParts = 8, kColumns = kThreads / kParts, kKeys = 4 * kFours * kParts;
     __shared__ __align__(16) float queries[kTokens][kKeys], keys[kTokens][kKeys];
     __shared__ float values[kTokens][kColumns], betas[kTokens], decays[kTokens], products[kTokens];
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int row = first_row + static_cast<int>(blockIdx.z), head = blockIdx.y, first_column = blockIdx.x * kColumns;
     const int slot = call.step.state_slots[row];
@@ -183,8 +177,6 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const DeltaNetCall call,
 
 // One warp a token and value head.
 __global__ void norm_kernel(const DeltaNetCall call, int first_row, int first_token, const float* read) {
-    let_next_start();
-    wait_for_inputs();
     const DeltaNetShape& shape = call.shape;
     const int token = first_token + static_cast<int>(blockIdx.x), head = blockIdx.y * (kThreads / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (head >= shape.num_value_heads) return;

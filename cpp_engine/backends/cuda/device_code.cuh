@@ -1,4 +1,4 @@
-// What the kernels share: early starts, element types, sums over a warp.
+// What the kernels share: launches, element types, sums over a warp.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "backends/cuda/call.h"
 #include "backends/cuda/kernels.h"
@@ -15,24 +14,10 @@ namespace pocket::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Programmatic dependent launch. Every kernel calls `let_next_start`, then `wait_for_inputs` in every thread of every block, before it reads what an earlier
-// kernel wrote and before its first write: weights, a step's arrays and addresses may be read, and lines may be brought into L2, before. A kernel that
-// has passed its wait knows all earlier ones complete, because those waited in turn.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Brings a line into the multiprocessor's own cache; `from` is aligned to 16 bytes.
 __device__ __forceinline__ void touch(const float* from) {
-    float4 unused;
+    [[maybe_unused]] float4 unused;
     asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(unused.x), "=f"(unused.y), "=f"(unused.z), "=f"(unused.w) : "l"(from));
 }
 
@@ -43,22 +28,9 @@ void launch(const Context& context, void (*kernel)(Parameters...), dim3 grid, in
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = context.stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = context.starts_early() ? 1 : 0;
     // A no-op after the first time; what is static counts too.
     if (shared > 32 * 1024) call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "a kernel's shared memory");
     call(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "a launch");
-}
-
-// The same for a kernel of decode steps: these run beside each other, which they can only where all divide a multiprocessor's memory alike. Each should have a
-// block on every multiprocessor, idle ones where there is less to do: else the next kernel's blocks, which come early, find some with room for two.
-template <typename... Parameters, typename... Arguments>
-void launch_beside(const Context& context, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
-    if (context.starts_early()) call(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "a kernel's shared memory");
-    launch(context, kernel, grid, threads, shared, std::forward<Arguments>(arguments)...);
 }
 
 __device__ __forceinline__ float to_float(float value) { return value; }

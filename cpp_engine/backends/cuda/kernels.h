@@ -12,28 +12,12 @@
 
 namespace pocket::cuda {
 
-// How a step's kernels follow each other on GPUs where one can begin while the one ahead ends, and what of its weights a product then brings into L2 before its
-// input is there. `pocket_cuda_bench --schedules` measures them beside each other.
-struct Schedule {
-    enum class Start : std::uint8_t {
-        apart,                                              // each kernel when the one ahead has ended
-        late,                                               // when all blocks of a product ahead have asked for their last weights
-        early,                                              // when all blocks of the kernel ahead have their inputs
-        watched,                                            // the same, but the first weights are asked for when the product ahead has asked for its last
-    };
-    Start start = Start::apart;
-    std::size_t prefetch_bytes = 0;
-    std::size_t mixer_prefetch_bytes = 0;                   // the same where attention or DeltaNet is ahead, which leave the memory idle
-};
-
 // What a launch depends on beside its arguments.
 struct Context {
     cudaStream_t stream = nullptr;
     int num_multiprocessors = 1;
     int capability = 75;                                    // 10 * major + minor
     int shared_memory = 48 * 1024;                          // bytes that a block may ask for
-    Schedule schedule;
-    bool starts_early() const noexcept { return schedule.start != Schedule::Start::apart; }  // programmatic dependent launch
 };
 
 // Rows of a weight of one kind, [rows, columns] row-major; float8_e4m3 with the scales of its 128x128 blocks, [ceil(rows / 128), scale_stride].
@@ -79,9 +63,6 @@ struct FewProduct {
     Segment weight;
     Epilogue epilogue = Epilogue::store;
     Tensor out;                                             // its column 0 belongs to the segment's row 0
-    std::size_t prefetch_bytes = 0;                         // of weights that are brought into L2 before the input is there
-    int* progress = nullptr;                                // counts, from 0, the blocks that have asked for all their weights; one a multiprocessor; null where nobody asks
-    const int* watched = nullptr;                           // that of the product launched just before, which this one lets go first; or null
 };
 bool takes_few(const Context&, DType weight, std::int64_t columns, const void* values);
 void product_few(const Context&, const FewProduct&);
@@ -98,8 +79,7 @@ struct AttentionCall {
     KvCache cache;
     Step step;
 };
-// `reads_early`: a product came just before, so that whatever wrote the cache has ended when this may start (see product_few.cu).
-void attention_decode(const Context&, const AttentionCall&, bool reads_early, int num_splits, float* partial, int* tickets);
+void attention_decode(const Context&, const AttentionCall&, int num_splits, float* partial, int* tickets);
 int decode_splits(const Context&, const AttentionShape&, int num_rows, int max_length);
 std::size_t decode_partial_size(const AttentionShape&, int num_rows, int num_splits);                   // float32 values
 // Queries of the prompt rows' tokens, normalized and rotated, [tokens, num_heads, head_dim] of `dtype`; keys and values to the cache.
@@ -119,8 +99,7 @@ struct DeltaNetCall {
     Step step;
 };
 bool takes_delta_decode(const DeltaNetShape&);
-// `reads_early` as above.
-void delta_decode(const Context&, const DeltaNetCall&, int num_rows, bool reads_early, int* tickets);
+void delta_decode(const Context&, const DeltaNetCall&, int num_rows, int* tickets);
 // Rows [first_row, num_rows), tokens from `first_token` on. mixed [tokens, conv_dim] and read [tokens, value_size] float32.
 void delta_prefill(const Context&, const DeltaNetCall&, int first_row, int first_token, float* mixed, float* read);
 void delta_tails(const Context&, const DeltaNetCall&, int first_row);                                   // the past inputs as the next step finds them

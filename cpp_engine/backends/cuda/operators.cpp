@@ -10,7 +10,6 @@ namespace pocket::cuda {
 
 namespace {
 
-constexpr int kMostProducts = 1024;                         // of a step, that are told how far the one before is
 constexpr int kFewRows = 64;                                // up to here a product waits for its weights
 constexpr int kFloat8Rows = 256;                            // from here on x becomes float8_e4m3 beside weights that are
 constexpr int kChunkedTokens = 16;                          // of a row, from which on DeltaNet goes by chunks
@@ -36,39 +35,17 @@ bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data
 
 }  // namespace
 
-// The first operator of a step.
-void CudaDevice::start_step() {
-    num_products_ = 0;
-    if (context_.schedule.start != Schedule::Start::watched) {
-        progress_ = nullptr;
-        return;
-    }
-    progress_ = static_cast<int*>(progress_memory_.take(sizeof(int) * kMostProducts));
-    call(cudaMemsetAsync(progress_, 0, sizeof(int) * kMostProducts, context_.stream), "a step's start");
-}
-
-void CudaDevice::watch(FewProduct& product) {
-    product.watched = watched_;
-    product.progress = progress_ && num_products_ < kMostProducts ? progress_ + num_products_++ : nullptr;
-    watched_ = product.progress;
-}
-
 void CudaDevice::embed(const Step& step, const Matrix& table, const Tensor& out) {
     use();
-    start_step();
-    watched_ = nullptr;
     for (const Segment& segment : static_cast<const CudaMatrix&>(table).segments())
         gather_rows(context_, segment, table.columns(), table.columns(), step.token_ids, step.num_tokens, out);
-    after_mixer_ = true, after_product_ = false;
 }
 
 void CudaDevice::take_samples(const Step& step, const Tensor& x, const Tensor& out) {
     use();
     Segment rows;
     rows.values = x.data, rows.rows = x.rows, rows.dtype = x.dtype;
-    watched_ = nullptr;
     gather_rows(context_, rows, x.stride, x.columns, step.sample_tokens, step.num_samples, out);
-    after_product_ = false;
 }
 
 // x's rows in `to`, contiguous: x itself where it is so already.
@@ -77,7 +54,6 @@ Tensor CudaDevice::prepare(const Tensor& x, const Norm* norm, DType to, DType ro
     const std::size_t bytes = static_cast<std::size_t>(x.rows * x.columns) * item_size(to), scales_at = (bytes + 255) / 256 * 256;
     void* prepared = prepared_.take(scales_at + sizeof(float) * static_cast<std::size_t>(x.rows));
     if (row_scales) *row_scales = reinterpret_cast<float*>(static_cast<std::byte*>(prepared) + scales_at);
-    watched_ = nullptr;
     if (x.rows > kFewRows && !row_scales && to == round_first && to != DType::float32 && takes_prepare_wide(x, norm, to)) {
         prepare_wide(context_, x, norm, prepared, to, nullptr);
     } else {
@@ -122,7 +98,6 @@ void CudaDevice::segment_product(const Tensor& x, const Norm* norm, const Segmen
         product.weight = segment;
         product.epilogue = epilogue;
         product.out = out;
-        product.prefetch_bytes = after_mixer_ ? context_.schedule.mixer_prefetch_bytes : context_.schedule.prefetch_bytes;
         if (x.rows == 1) {
             product.x = x.data, product.x_dtype = x.dtype;
             if (norm) product.norm = *norm;
@@ -131,11 +106,9 @@ void CudaDevice::segment_product(const Tensor& x, const Norm* norm, const Segmen
             const Tensor prepared = prepare(x, norm, is_float8 ? DType::float16 : segment.dtype, rounded, is_float8 ? &row_scales : nullptr);
             product.x = prepared.data, product.x_dtype = prepared.dtype, product.row_scales = row_scales;
         }
-        watch(product);
         product_few(context_, product);
         return;
     }
-    watched_ = nullptr;
     if (epilogue == Epilogue::swiglu) throw Error(ErrorKind::device, "A product with a gate came undivided: this is a fault of the engine, please report it.");
     const bool adds = epilogue == Epilogue::add;
     const bool is_wide = x.rows > 8 && (is_float8 || segment.dtype == DType::float16 || (segment.dtype == DType::bfloat16 && has_bfloat16)) && columns % 8 == 0 &&
@@ -173,7 +146,6 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
     const std::int64_t columns = weight.columns(), half = weight.rows() / 2;
     if (epilogue != Epilogue::swiglu) {
         for (const Segment& segment : segments) segment_product(x, norm, segment, columns, epilogue, columns_of(out, segment.first_row, segment.rows));
-        after_mixer_ = false, after_product_ = true;
         return;
     }
     const Segment& first = segments.front();
@@ -181,7 +153,6 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
     if (segments.size() == 1 && x.rows <= kFewRows && takes_few(context_, first.dtype, columns, first.values) && is_aligned_norm &&
         (first.dtype != DType::float8_e4m3 || half % 128 == 0)) {
         segment_product(x, norm, first, columns, epilogue, out);
-        after_mixer_ = false, after_product_ = true;
         return;
     }
     // Gates and ups first, a few rows at a time, in out's type: what is rounded there once more is as exact as what becomes of it.
@@ -193,14 +164,12 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
         for (const Segment& segment : segments) segment_product(rows_of(x, row, rows), norm, segment, columns, Epilogue::store, columns_of(both, segment.first_row, segment.rows));
         Tensor results = rows_of(out, row, rows);
         results.columns = half;
-        watched_ = nullptr;
         if (takes_swiglu_wide(both, results)) {
             combine_swiglu_wide(context_, both, results);
         } else {
             combine_swiglu(context_, both, results);
         }
     }
-    after_mixer_ = false, after_product_ = true;
 }
 
 void CudaDevice::attention(const Step& step, const AttentionShape& shape, const AttentionWeights& weights, const Tensor& projections, const KvCache& cache,
@@ -210,12 +179,11 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
         refuse("Heads of " + std::to_string(shape.head_dim) + " values are not supported by the CUDA device: a multiple of 8 up to 256 is. Use device \"cpu\".");
     if (cache.dtype != DType::float32 && cache.dtype != DType::bfloat16 && cache.dtype != DType::float16)
         refuse(std::string("A KV cache of ") + name(cache.dtype) + " is not supported by the CUDA device: use kv_cache_dtype float32, float16 or bfloat16.");
-    watched_ = nullptr;
     const AttentionCall call = {shape, weights, projections, out, cache, step};
     if (step.num_decode > 0) {
         const int splits = decode_splits(context_, shape, step.num_decode, step.max_length);
         auto* partial = static_cast<float*>(partial_.take(sizeof(float) * decode_partial_size(shape, step.num_decode, splits)));
-        attention_decode(context_, call, after_product_, splits, partial, tickets(static_cast<std::size_t>(step.num_decode) * shape.num_heads));
+        attention_decode(context_, call, splits, partial, tickets(static_cast<std::size_t>(step.num_decode) * shape.num_heads));
     }
     const int tokens = step.num_tokens - step.num_decode;
     if (tokens > 0) {
@@ -231,7 +199,6 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
             attention_prefill_plain(context_, call, step.num_decode, queries, dtype);
         }
     }
-    after_mixer_ = true, after_product_ = false;
 }
 
 void CudaDevice::delta_net(const Step& step, const DeltaNetShape& shape, const DeltaNetWeights& weights, const Tensor& projections, const StateCache& states,
@@ -239,11 +206,10 @@ void CudaDevice::delta_net(const Step& step, const DeltaNetShape& shape, const D
     use();
     if (shape.key_dim > 256 || shape.conv_kernel > 17)
         refuse("DeltaNet heads of more than 256 key channels, or a convolution over more than 17 tokens, are not supported by the CUDA device. Use device \"cpu\".");
-    watched_ = nullptr;
     const DeltaNetCall call = {shape, weights, projections, out, states, step};
     const bool is_fast = takes_delta_decode(shape) && is_aligned(states.states) && states.slot_stride % 4 == 0;
     const int num_decode = is_fast ? step.num_decode : 0;
-    if (num_decode > 0) delta_decode(context_, call, num_decode, after_product_, tickets(static_cast<std::size_t>(num_decode) * shape.num_key_heads));
+    if (num_decode > 0) delta_decode(context_, call, num_decode, tickets(static_cast<std::size_t>(num_decode) * shape.num_key_heads));
     const int tokens = step.num_tokens - num_decode;
     if (tokens > 0 && step.max_query >= kChunkedTokens && takes_delta_chunks(context_, call)) {
         delta_chunks(context_, call, num_decode, num_decode, mixed_.take(delta_chunks_bytes(shape, tokens, step.num_rows - num_decode)));
@@ -252,14 +218,12 @@ void CudaDevice::delta_net(const Step& step, const DeltaNetShape& shape, const D
         auto* read = static_cast<float*>(read_.take(sizeof(float) * static_cast<std::size_t>(tokens * shape.value_size())));
         delta_prefill(context_, call, num_decode, num_decode, mixed, read);
     }
-    after_mixer_ = true, after_product_ = false;
 }
 
 void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
     use();
     const std::size_t rows = outputs.size();
     if (rows == 0) return;
-    watched_ = nullptr;
     std::size_t num_masks = 0;
     for (const std::uint32_t* mask : inputs.masks) num_masks += mask != nullptr;
     const std::size_t mask_words = static_cast<std::size_t>(logits.columns + 31) / 32, mask_bytes = num_masks * mask_words * sizeof(std::uint32_t);

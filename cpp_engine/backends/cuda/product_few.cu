@@ -5,10 +5,6 @@
 // layout. What a thread has asked for waits in shared memory of its own, so that much is on its way without registers, across tiles. The warps of a block share
 // out the columns; their sums meet in shared memory once in kSlots tiles.
 //
-// With programmatic dependent launch the next kernel's blocks wait beside this one's, one a multiprocessor. Those of a product ask for their first weights once
-// all of this one's have asked for their last, so that the memory goes on reading while this kernel ends. (Blocks that were let start only then would find
-// some multiprocessors with room for two, and others with none.)
-//
 // float8_e4m3 values are exact in float16, so x (rounded to bfloat16, as the contract says) is brought into float16's range by a power of two a row.
 #include <algorithm>
 #include <type_traits>
@@ -31,7 +27,7 @@ struct Cut {
     static constexpr int kWidth = 8 * tiles;                 // weight rows of a tile
     static constexpr int ring_bytes(int halves) { return (tiles + row_tiles * halves) * ahead * kWarps * 512; }
 };
-// One block a multiprocessor, with so much shared memory that the next kernel's block fits beside it.
+// One block a multiprocessor.
 using OneRow6 = Cut<0, 4, 6>;
 using OneRow5 = Cut<0, 4, 5>;
 using OneRow4 = Cut<0, 4, 4>;
@@ -57,20 +53,11 @@ struct Arguments {
     std::int64_t out_stride;
     std::int64_t row_bytes;                                 // of the weight
     float eps;
-    int rows, columns, weight_rows, scale_stride, prefetch_bytes;
+    int rows, columns, weight_rows, scale_stride;
     DType x_dtype, out_dtype;
     bool adds;
-    const int* watched;                                     // blocks of the product before that have asked for all their weights, or null
-    int* progress;                                          // the same of this one, or null
-    bool lets_late;
     bool is_prepared;                                       // x is; else it is one row, which each block stages
 };
-
-__device__ __forceinline__ void pause() {
-#if __CUDA_ARCH__ >= 700
-    __nanosleep(100);
-#endif
-}
 
 // 16 bytes on their way to shared memory; before Ampere they are there at once.
 __device__ __forceinline__ void load_weights(uint4* to, const std::uint8_t* from) {
@@ -290,38 +277,14 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
             if (++load_tile < num_tiles) aim();
         }
     };
-    if (a.watched) {
-        if (threadIdx.x == 0) {
-            while (*static_cast<const volatile int*>(a.watched) < blocks) pause();
-        }
-        __syncthreads();
-    }
     if (first_chunk < end_chunk) {
         aim();
 #pragma unroll
         for (int step = 0; step < kAhead; ++step) load_next(step, scales[step], false), end_loads();
     }
-    // What the warp loads after that, line by line of all the tile's rows.
-    const int prefetch_steps = a.prefetch_bytes / (128 * kWidth * kWarps * blocks);
-    for (int step = 0, tile = 0, at = (first_chunk + kAhead) * 64; step < prefetch_steps && first_chunk < end_chunk; ++step, at += 128) {
-        while (at >= end_chunk * 64) at -= (end_chunk - first_chunk) * 64, ++tile;
-        if (tile >= num_tiles) break;
-        if (lane < kWidth) prefetch_l2(a.weight + row_of(tile_start(tile, block), lane >> 3, lane & 7) * a.row_bytes + at);
-    }
     if constexpr (kBatchTiles == 0) {
         for (int column = 4 * threadIdx.x; a.norm && column < a.columns; column += 4 * kThreads) touch(a.norm + column);
     }
-
-    wait_for_inputs();
-    if (!a.lets_late) let_next_start();
-    bool has_told = threadIdx.x > 0 || (!a.progress && !a.lets_late);  // that all weights are asked for
-    const auto tell = [&] {
-        if (has_told || (load_tile < num_tiles && first_chunk < end_chunk)) return;
-        if (a.lets_late) let_next_start();
-        if (a.progress) atomicAdd(a.progress, 1);
-        has_told = true;
-    };
-    tell();
     float enlarge = 1.0f;
     if constexpr (kBatchTiles == 0) {
         enlarge = stage_row<kKind>(a, const_cast<std::uint16_t*>(staged), reduction);
@@ -442,7 +405,6 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
             }
             load_next(step, scales[step], true);
             end_loads();
-            tell();
             if (++chunk == end_chunk) {
                 finish_tile(tile);
                 chunk = first_chunk, ++tile;
@@ -459,21 +421,20 @@ std::size_t shared_bytes(int rows, std::int64_t columns) {
            (C::kRowTiles == 0 ? 2 * static_cast<std::size_t>(columns) : 0);
 }
 
-// Of a block that leaves room for one of the next kernel, where that starts early.
-std::size_t roomy_bytes(const Context& context) { return static_cast<std::size_t>(context.shared_memory) / (context.starts_early() ? 2 : 1) - kStaticBytes; }
+std::size_t room(const Context& context) { return static_cast<std::size_t>(context.shared_memory) - kStaticBytes; }  // of a block's
 
 // Rows of x that one launch takes.
 int most_rows(const Context& context) { return shared_bytes<Kind::float8, Rows64>(64, 0) + kStaticBytes <= static_cast<std::size_t>(context.shared_memory) ? 64 : 16; }
 
 template <Kind kKind, bool kSwiglu, typename C>
 void launch_cut(const Context& context, const Arguments& a) {
-    launch_beside(context, few_kernel<kKind, C, kSwiglu>, dim3(context.num_multiprocessors), kThreads, shared_bytes<kKind, C>(a.rows, a.columns), a);
+    launch(context, few_kernel<kKind, C, kSwiglu>, dim3(context.num_multiprocessors), kThreads, shared_bytes<kKind, C>(a.rows, a.columns), a);
 }
 
 template <Kind kKind, bool kSwiglu>
 void launch_one(const Context& context, const Arguments& a) {
     const int parts = ceil_div(a.weight_rows, 8 * context.num_multiprocessors);  // of 8 weight rows, that a block has
-    const auto fits = [&](std::size_t bytes) { return bytes <= roomy_bytes(context); };
+    const auto fits = [&](std::size_t bytes) { return bytes <= room(context); };
     if (!fits(shared_bytes<kKind, OneRow4>(1, a.columns))) return launch_cut<kKind, kSwiglu, OneRow2>(context, a);
     if (parts == 1 && !kSwiglu) return launch_cut<kKind, false, OneRowSmallest>(context, a);
     if (parts <= 2) return launch_cut<kKind, kSwiglu, OneRowSmall>(context, a);
@@ -520,10 +481,6 @@ void product_few(const Context& context, const FewProduct& product) {
     a.out_stride = product.out.stride;
     a.adds = product.epilogue == Epilogue::add;
     a.is_prepared = product.rows > 1;
-    a.lets_late = context.schedule.start == Schedule::Start::late;
-    a.watched = product.watched;
-    a.progress = product.progress;
-a.prefetch_bytes = context.starts_early() ? static_cast<int>(product.prefetch_bytes) : 0;
     const std::int64_t x_bytes = product.columns * static_cast<std::int64_t>(sizeof(std::uint16_t));
     const int most = most_rows(context);
     for (int first = 0; first < product.rows; first += most) {

@@ -18,8 +18,6 @@ __device__ __forceinline__ float weight_at(const Segment& weight, std::int64_t r
 // One warp a weight row, for few rows of x: lanes take neighbouring columns.
 __global__ void narrow_kernel(const void* x, DType x_dtype, std::int64_t x_stride, DType rounded, const Segment weight, int columns, float* out,
                               std::int64_t out_stride, bool adds) {
-    wait_for_inputs();
-    let_next_start();
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + (threadIdx.x >> 5), batch = blockIdx.y;
     if (row >= weight.rows) return;
     const int lane = threadIdx.x & 31;
@@ -37,8 +35,6 @@ constexpr int kTile = 64, kDepth = 16;
 __global__ __launch_bounds__(kThreads) void wide_kernel(const void* x, DType x_dtype, std::int64_t x_stride, DType rounded, int x_rows, const Segment weight,
                                                        int columns, float* out, std::int64_t out_stride, bool adds) {
     __shared__ float left[kDepth][kTile + 4], right[kDepth][kTile + 4];
-    wait_for_inputs();
-    let_next_start();
     const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.y) * kTile, first_weight = static_cast<std::int64_t>(blockIdx.x) * kTile;
     const int at_row = threadIdx.x / 16 * 4, at_column = threadIdx.x % 16 * 4;
     float sums[4][4] = {};

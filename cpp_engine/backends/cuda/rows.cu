@@ -11,8 +11,6 @@ constexpr int kThreads = 256;
 
 // Rows of the segment alone; `stride` may be more than the columns where it is not float8_e4m3.
 __global__ void gather_kernel(const Segment table, std::int64_t stride, int columns, const std::int32_t* ids, float* out, std::int64_t out_stride) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = ids[blockIdx.x] - table.first_row, from = row * stride;
     if (row < 0 || row >= table.rows) return;
     float* to = out + blockIdx.x * out_stride;
@@ -25,13 +23,10 @@ __global__ void gather_kernel(const Segment table, std::int64_t stride, int colu
     }
 }
 
-__global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride, int rows, const float* norm, float eps, int columns, void* out, DType to,
+__global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride, const float* norm, float eps, int columns, void* out, DType to,
                                DType round_first, float* row_scales) {
     __shared__ float sums[32], largest[32];
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = blockIdx.x;
-    if (row >= rows) return;                                // an idle block
     float factor = 1.0f;
     if (norm) {
         float squares = 0.0f;
@@ -62,8 +57,6 @@ __global__ void prepare_kernel(const void* x, DType x_dtype, std::int64_t stride
 }
 
 __global__ void swiglu_kernel(const void* both, DType both_dtype, std::int64_t stride, void* out, DType dtype, std::int64_t out_stride, int columns) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = blockIdx.y;
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= columns) return;
@@ -72,8 +65,6 @@ __global__ void swiglu_kernel(const void* both, DType both_dtype, std::int64_t s
 }
 
 __global__ void store_kernel(const float* values, std::int64_t stride, void* out, DType dtype, std::int64_t out_stride, int columns, bool adds) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = blockIdx.y;
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= columns) return;
@@ -85,8 +76,6 @@ __global__ void store_kernel(const float* values, std::int64_t stride, void* out
 // Sixteen values a thread.
 __global__ void expand_kernel(const std::uint8_t* values, const float* scales, int scale_stride, std::int64_t columns, std::int64_t first, std::int64_t rows,
                               void* out, DType to) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
     if (at >= rows * columns) return;
     for (std::int64_t index = at; index < at + 16 && index < rows * columns; ++index) {
@@ -96,8 +85,6 @@ __global__ void expand_kernel(const std::uint8_t* values, const float* scales, i
 }
 
 __global__ void convert_kernel(const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t first, std::int64_t count, unsigned long long* first_bad) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
     for (std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
         bool is_bad = false, is_large = false;
@@ -118,12 +105,11 @@ __global__ void convert_kernel(const void* from, DType from_dtype, void* to, DTy
 
 void gather_rows(const Context& context, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out) {
     if (num_rows == 0) return;
-    launch_beside(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);
+    launch(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);
 }
 
 void prepare_rows(const Context& context, const Tensor& x, const Norm* norm, void* out, DType to, DType round_first, float* row_scales) {
-    const int rows = static_cast<int>(x.rows);
-    launch_beside(context, prepare_kernel, dim3(std::max(rows, context.num_multiprocessors)), kThreads, 0, x.data, x.dtype, x.stride, rows, norm ? norm->weight : nullptr,
+    launch(context, prepare_kernel, dim3(static_cast<unsigned>(x.rows)), kThreads, 0, x.data, x.dtype, x.stride, norm ? norm->weight : nullptr,
                   norm ? norm->eps : 0.0f, static_cast<int>(x.columns), out, to, round_first, row_scales);
 }
 

@@ -23,8 +23,6 @@ __device__ __forceinline__ float4 load_four(const T* from) {
 template <typename From, typename To, bool kFloat8, int kVectors>
 __global__ __launch_bounds__(kThreads) void prepare_kernel(const From* x, std::int64_t stride, const float* norm, float eps, int columns, void* out, float* scales) {
     __shared__ float sums[32];
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = blockIdx.x;
     float4 values[kVectors];
     float squares = 0.0f;
@@ -63,8 +61,6 @@ __global__ __launch_bounds__(kThreads) void prepare_kernel(const From* x, std::i
 
 template <typename T>
 __global__ __launch_bounds__(kThreads) void swiglu_kernel(const T* both, std::int64_t stride, T* out, std::int64_t out_stride, int columns) {
-    let_next_start();
-    wait_for_inputs();
     const std::int64_t row = blockIdx.y;
     const int column = (blockIdx.x * kThreads + threadIdx.x) * 8;
     if (column >= columns) return;

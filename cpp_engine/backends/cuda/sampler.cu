@@ -35,8 +35,6 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
     __shared__ float floats[32];
     __shared__ Best bests[32];
     __shared__ bool is_last;
-    let_next_start();
-    wait_for_inputs();
     const int row = blockIdx.y, chunk = blockIdx.x, num_chunks = gridDim.x;
     const Row mine = row_at(logits, stride, vocab_size, how, row);
     float values[kEach], largest = -INFINITY, largest_allowed = -INFINITY;
@@ -319,8 +317,6 @@ __device__ std::int32_t draw_row(const Row& row, RowState& state, const DrawInpu
 __global__ __launch_bounds__(kListThreads) void list_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, RowState* states,
                                                            const float* groups, int num_groups, SampleOutput* outputs) {
     __shared__ Memory memory;
-    let_next_start();
-    wait_for_inputs();
     const int index = blockIdx.x, wanted = min(min(how.num_logprobs[index], 20), vocab_size);
     RowState state = states[index];
     if (!state.is_finite) return;

@@ -27,8 +27,6 @@ __global__ __launch_bounds__(kDrawThreads) void cut_kernel(const void* logits, s
     __shared__ DigitMemory memory;
     __shared__ std::int32_t count;
     __shared__ bool is_last;
-    let_next_start();
-    wait_for_inputs();
     const int row = blockIdx.y;
     RowState& state = states[row];
     if (state.todo != Todo::find_cut) return;
@@ -81,8 +79,6 @@ __global__ __launch_bounds__(kDrawThreads) void draw_kernel(const void* logits, 
                                                             Best* bests, std::int32_t* tickets, SampleOutput* outputs) {
     __shared__ Best shared[32];
     __shared__ bool is_last;
-    let_next_start();
-    wait_for_inputs();
     const int row = blockIdx.y, num_chunks = gridDim.x;
     const RowState state = states[row];
     if (state.todo != Todo::draw_kept && state.todo != Todo::draw_rest) return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -18,7 +19,9 @@ class TransformersSide(Side):
         super().__init__(spec)
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._torch: Any = torch
         if spec.device == "cpu":
             torch.set_num_threads(spec.threads)
@@ -30,6 +33,8 @@ class TransformersSide(Side):
         placed = {} if spec.device == "cpu" else {"device_map": {"": spec.device}}
         model: Any = AutoModelForCausalLM
         self.model = model.from_pretrained(**source, **placed, **spec.options).eval()
+        # What the model calls its cache: newer releases of transformers have renamed it.
+        self._cache = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     @property
     def vocab_size(self) -> int:
@@ -62,15 +67,15 @@ class TransformersSide(Side):
         start = time.perf_counter()
         with self._torch.inference_mode():
             out = self.model(ids, use_cache=True, logits_to_keep=1)
-            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            cache, ids = out[self._cache], out.logits[:, -1:].argmax(-1)
         self._synchronize()
         return start, cache, ids
 
     def _steps(self, cache: Any, ids: Any, steps: int) -> None:
         with self._torch.inference_mode():
             for _ in range(steps):
-                out = self.model(ids, past_key_values=cache, use_cache=True)
-                cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                out = self.model(ids, use_cache=True, **{self._cache: cache})
+                cache, ids = out[self._cache], out.logits[:, -1:].argmax(-1)
         self._synchronize()
 
     def _synchronize(self) -> None:

@@ -28,7 +28,7 @@ class UrlSide(Side):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"url": str(self.spec.model), "model": self._endpoint.model}
+        return {"url": str(self.spec.model), "model": self._endpoint.model, "peak_rss_bytes": None}  # the server's memory is not this process's
 
     def prefill(self, rows: int, tokens: int) -> Timing:
         answers = self._answers(rows, tokens, 1)

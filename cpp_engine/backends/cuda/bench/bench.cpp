@@ -1,10 +1,8 @@
 // What steps and operators of the Qwen3.5 shapes cost on this GPU, beside the limit that reading the weights sets.
 //
-//   pocket_cuda_bench 9b [--float8] [--layers N] [--prefill] [--only-prefill] [--table FILE] [--schedules] [--schedule NAME,MIB,MIB]
+//   pocket_cuda_bench 9b [--float8] [--layers N] [--prefill] [--only-prefill] [--table FILE]
 //
 // --table measures steps of 1, 8, 32 and 64 rows after 512, 8,192 and, at one row, 2,048 and 131,072 tokens, and no more, and writes them as JSON.
-// --schedules measures steps of 1 and 8 rows in every schedule of kernels, in turns, and no more; --schedule takes one of them for all that is measured: apart,
-// late, early or watched, and the MiB of weights that are brought into L2 ahead, usually and after a mixer.
 //
 // Times are medians of recorded graphs, so the host has no share in them; the weights of all layers pass between two uses of one, so no cache holds them.
 #include <algorithm>
@@ -18,7 +16,7 @@
 #include <vector>
 
 #include "backends/cuda/bench/synthetic_model.h"
-#include "backends/cuda/cuda_device.h"
+#include "backends/cuda/make_device.h"
 #include "backends/cuda/read_rate.h"
 #include "launcher/json_writer.h"
 #include "pocket/error.h"
@@ -83,58 +81,6 @@ void write_table(const std::string& file, const cuda::ModelShape& shape, bool is
     if (!out.flush()) throw Error(ErrorKind::configuration, "--table = " + file + " can't be written.");
 }
 
-constexpr std::size_t kMebi = 1 << 20;
-constexpr std::pair<const char*, cuda::Schedule::Start> kStarts[] = {{"apart", cuda::Schedule::Start::apart},
-                                                                    {"late", cuda::Schedule::Start::late},
-                                                                    {"early", cuda::Schedule::Start::early},
-                                                                    {"watched", cuda::Schedule::Start::watched}};
-
-cuda::Schedule schedule_of(const std::string& text) {
-    char name[16] = {};
-    std::size_t usual = 0, after_mixer = 0;
-    if (std::sscanf(text.c_str(), "%15[a-z],%zu,%zu", name, &usual, &after_mixer) == 3) {
-        for (const auto& [known, start] : kStarts)
-            if (!std::strcmp(known, name)) return {start, usual * kMebi, after_mixer * kMebi};
-    }
-    throw Error(ErrorKind::configuration, "--schedule = " + text + " is none: write one as watched,6,24.");
-}
-
-// In turns, so that what else the GPU does meets all of them.
-void schedules(cuda::CudaDevice& device, SyntheticModel& model, int batch, int context) {
-    struct Tried {
-        const char* name;
-        cuda::Schedule schedule;
-        std::unique_ptr<Graph> graph;
-        std::vector<double> times;
-    };
-    std::vector<Tried> all;
-    for (const auto& [name, start] : kStarts) {
-        for (const auto& [usual, after_mixer] : {std::pair<std::size_t, std::size_t>{0, 0}, {0, 24}, {6, 24}})
-            if (start != cuda::Schedule::Start::apart || after_mixer == 0) all.push_back({name, {start, usual * kMebi, after_mixer * kMebi}, nullptr, {}});
-    }
-    const Step step = model.step(batch, 1, context);
-    for (Tried& one : all) {
-        device.set_schedule(one.schedule);
-        model.forward(step);
-        one.graph = device.capture([&] { model.forward(step); });
-    }
-    for (int turn = 0; turn < 5; ++turn) {
-        for (Tried& one : all) {
-            one.graph->replay();
-            one.times.push_back(seconds_of(device, [&] {
-                                    for (int replay = 0; replay < 12; ++replay) one.graph->replay();
-                                }) /
-                                12);
-        }
-    }
-    for (Tried& one : all) {
-        std::sort(one.times.begin(), one.times.end());
-        std::printf("batch %2d, schedule %s,%zu,%zu: %8.3f ms (%.3f to %.3f)\n", batch, one.name, one.schedule.prefetch_bytes / kMebi, one.schedule.mixer_prefetch_bytes / kMebi,
-                    one.times[2] * 1e3, one.times.front() * 1e3, one.times.back() * 1e3);
-    }
-    std::fflush(stdout);
-}
-
 void parts(Device& device, SyntheticModel& model, int batch, int context, double rate) {
     const Step step = model.step(batch, 1, context);
     for (const char* which : {"in", "delta", "attention", "out", "gate_up", "down", "head"}) {
@@ -196,14 +142,12 @@ void draws(Device& device, int batch, int vocab_size) {
 }
 
 int run(int count, char** arguments) {
-    std::string name = "9b", table, schedule;
-    bool is_float8 = false, with_prefill = false, with_decode = true, with_schedules = false;
+    std::string name = "9b", table;
+    bool is_float8 = false, with_prefill = false, with_decode = true;
     int layers = 0;
     for (int index = 1; index < count; ++index) {
         if (!std::strcmp(arguments[index], "--float8")) is_float8 = true;
         else if (!std::strcmp(arguments[index], "--prefill")) with_prefill = true;
-        else if (!std::strcmp(arguments[index], "--schedule") && index + 1 < count) schedule = arguments[++index];
-        else if (!std::strcmp(arguments[index], "--schedules")) with_schedules = true;
         else if (!std::strcmp(arguments[index], "--table") && index + 1 < count) table = arguments[++index];
         else if (!std::strcmp(arguments[index], "--only-prefill")) with_prefill = true, with_decode = false;
         else if (!std::strcmp(arguments[index], "--layers") && index + 1 < count) layers = std::stoi(arguments[++index]);
@@ -212,7 +156,6 @@ int run(int count, char** arguments) {
     const cuda::ModelShape shape = cuda::model_shape(name);
     const int num_layers = layers > 0 ? layers : shape.num_layers;
     const std::unique_ptr<Device> device = cuda::make_device(0);
-    if (!schedule.empty()) static_cast<cuda::CudaDevice&>(*device).set_schedule(schedule_of(schedule));
     std::printf("%s, shape %s, %s weights, %d layers\n", device->info().description.c_str(), name.c_str(), is_float8 ? "float8_e4m3" : pocket::name(device->info().activation_dtype), num_layers);
     const double rate = cuda::read_rate(0, std::size_t{4} << 30);
     std::printf("read rate %.3f TB/s\n", rate * 1e-12);
@@ -222,10 +165,6 @@ int run(int count, char** arguments) {
     const double load = seconds_of(*device, [&] { model = std::make_unique<SyntheticModel>(*device, shape, is_float8, layers, batch, context, tokens); });
     std::printf("loaded in %.1f s, %.3f GB of weights a token, limit %.1f tok/s at batch 1\n", load, static_cast<double>(model->bytes_per_token()) * 1e-9,
                 rate / static_cast<double>(model->bytes_per_token()));
-    if (with_schedules) {
-        for (const int rows : {1, 8}) schedules(static_cast<cuda::CudaDevice&>(*device), *model, rows, rows == 1 ? 2048 : 512);
-        return 0;
-    }
     if (is_table) {
         std::vector<Decode> all;
         for (const auto& [rows, length] : {std::pair{1, 2048}, {1, 512}, {8, 512}, {32, 512}, {64, 512}, {1, 8192}, {8, 8192}, {32, 8192}, {64, 8192}})
