@@ -81,11 +81,7 @@ class TorchBackend(Backend):
         plane, group = self._load_plane(progress, lambda: None)
         assert group is not None, "a rank above 0 is one of several"
         on_ready()
-        try:
-            follow(plane.runner, group)
-        except RuntimeError as error:  # of a sum or an order that another rank has left
-            reason = str(error).partition("\n")[0]
-            raise BackendUnavailableError(f"This rank can't go on without the others: {reason}") from error
+        follow(plane.runner, group)
 
     def _import_torch(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))
