@@ -64,6 +64,7 @@ class Supervisor:
             finally:
                 for rank in self._ranks:
                     rank.kill()
+                for rank in self._ranks:  # apart, since what they said may have nowhere to go
                     rank.read(self._selector)
                     rank.close()
                 self._selector.close()
