@@ -23,6 +23,7 @@ ModelFormat = Literal["auto", "safetensors", "gguf"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ExpertsDevice = Literal["auto", "cpu", "gpu"]
 
+_LOOPBACK = "127.0.0.1"
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -159,7 +160,7 @@ class SupervisorArgs:
     tensor_parallel_shutdown_timeout: float | None = option(
         None, "seconds until ranks that were asked to stop are killed [shutdown_timeout and 15 more]", minimum=0
     )
-    tensor_parallel_master_addr: str = option("127.0.0.1", "address at which ranks meet rank 0")
+    tensor_parallel_master_addr: str = option(_LOOPBACK, "address at which ranks meet rank 0, for a master port")
     tensor_parallel_master_port: int | None = option(
         None, "TCP port of rank 0 at which ranks meet [none: they meet in files of the rendezvous directory]", minimum=1
     )
@@ -177,6 +178,13 @@ class SupervisorArgs:
         if port is not None and port > 65535:
             raise ConfigurationError(
                 f'"tensor_parallel_master_port" = {port} is not valid: send a whole number from 1 to 65535.', param="tensor_parallel_master_port"
+            )
+        address = self.tensor_parallel_master_addr
+        if port is None and address != _LOOPBACK:
+            raise ConfigurationError(
+                f'"tensor_parallel_master_addr" = {address!r} is of no use without a port, since the ranks would meet in files: '
+                'send "tensor_parallel_master_port" too.',
+                param="tensor_parallel_master_addr",
             )
 
 

@@ -58,7 +58,13 @@ class TorchBackend(Backend):
         self._import_torch(progress)
         from pocketllm.torch_engine.engine import Engine
 
-        self._engine = engine = Engine(lambda check_open: self._build(progress, check_open), self._say_death)
+        say_death = weakref.WeakMethod(self._say_death)  # else the engine's thread would keep this backend, which would then never be dropped
+
+        def on_death(reason: str) -> None:
+            if (say := say_death()) is not None:
+                say(reason)
+
+        self._engine = engine = Engine(lambda check_open: self._build(progress, check_open), on_death)
         # Whoever drops this backend without closing it, or leaves the interpreter, still stops the thread.
         weakref.finalize(self, engine.close)
         if self._closed:  # while torch was imported
@@ -75,11 +81,7 @@ class TorchBackend(Backend):
         plane, group = self._load_plane(progress, lambda: None)
         assert group is not None, "a rank above 0 is one of several"
         on_ready()
-        try:
-            follow(plane.runner, group)
-        except RuntimeError as error:  # of a sum or an order that another rank has left
-            reason = str(error).partition("\n")[0]
-            raise BackendUnavailableError(f"This rank can't go on without the others: {reason}") from error
+        follow(plane.runner, group)
 
     def _import_torch(self, progress: ProgressCallback) -> None:
         progress(LoadProgress(0.0, "importing torch"))

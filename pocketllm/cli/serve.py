@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pocketllm.backends.base import LoadProgress, ProgressCallback
 from pocketllm.cli.exit import exit_while_loading
-from pocketllm.cli.options import given_options, spell_options
+from pocketllm.cli.options import flag_of, given_options, spell_options
 from pocketllm.cli.progress import ProgressLine
 from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.errors import ConfigurationError
@@ -37,11 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     engine_args = EngineArgs.from_env(**given_options(arguments, EngineArgs))
     server_args = ServerArgs(**given_options(arguments, ServerArgs))
-    supervisor_args = SupervisorArgs(**given_options(arguments, SupervisorArgs))
+    supervisor_options = given_options(arguments, SupervisorArgs)
+    supervisor_args = SupervisorArgs(**supervisor_options)
     if engine_args.tensor_parallel_size == 1:
         return _serve(engine_args, server_args, None)
     if supervisor_args.tensor_parallel_supervisor:
         return _supervise(engine_args, server_args, supervisor_args)
+    for name in sorted(supervisor_options.keys() - {"tensor_parallel_supervisor"}):
+        raise ConfigurationError(f"{flag_of(name)} is the supervisor's, and --no-tensor-parallel-supervisor is given: leave one of them out.", param=name)
     rank = Rank.from_environment(engine_args)
     engine_args = replace(engine_args, tensor_parallel_rank=rank.index)
     link = RankLink(rank)
@@ -54,6 +57,12 @@ def _supervise(engine_args: EngineArgs, server_args: ServerArgs, supervisor_args
         raise ConfigurationError(
             "this process is a rank of another launcher already (RANK and WORLD_SIZE are set): add --no-tensor-parallel-supervisor, or unset them.",
             param="tensor_parallel_supervisor",
+        )
+    if engine_args.tensor_parallel_rank > 0:
+        raise ConfigurationError(
+            f'"tensor_parallel_rank" = {engine_args.tensor_parallel_rank} is for a manual launcher, and the supervisor numbers its ranks itself: leave it out, '
+            "or add --no-tensor-parallel-supervisor.",
+            param="tensor_parallel_rank",
         )
     from pocketllm.backends.open import open_backend
     from pocketllm.parallel.supervisor import Supervisor

@@ -60,7 +60,8 @@ class Rank:
                 f'"tensor_parallel_size" = {args.tensor_parallel_size} needs as many processes: use pocketllm serve, which starts them, or torchrun.',
                 param="tensor_parallel_size",
             )
-        size = _number(found, _SIZES) or args.tensor_parallel_size
+        size = _number(found, _SIZES)
+        size = args.tensor_parallel_size if size is None else size
         if size != args.tensor_parallel_size:
             raise ConfigurationError(
                 f'"tensor_parallel_size" = {args.tensor_parallel_size}, and the launcher started {size} ranks: make them equal.', param="tensor_parallel_size"
@@ -78,11 +79,18 @@ class Rank:
                 param="tensor_parallel_rank",
             )
         local_index, local_size = _number(found, ("LOCAL_RANK",)), _number(found, ("LOCAL_WORLD_SIZE",))
+        local_index = index if local_index is None else local_index
+        local_size = size if local_size is None else local_size
+        if local_index >= local_size:
+            raise ConfigurationError(
+                f"LOCAL_RANK = {local_index} is not below LOCAL_WORLD_SIZE = {local_size}: set both to what they are on this machine.",
+                param="tensor_parallel_rank",
+            )
         return cls(
             index,
             size,
-            index if local_index is None else local_index,
-            size if local_size is None else local_size,
+            local_index,
+            local_size,
             Path(found[DIRECTORY]) if DIRECTORY in found else None,
             Path(found[NCCL_ID]) if NCCL_ID in found else None,
             master,

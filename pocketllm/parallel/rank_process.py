@@ -121,8 +121,8 @@ class RankProcess:
             output.pipe.close()
         self._channel.close()
 
-    def story(self) -> str:
-        """How it ended and its last lines, for people."""
+    def fate(self) -> str:
+        """How it ended, for clients too."""
         code = self._process.poll()
         if code is None:
             how = f"says that {self.failure}" if self.failure is not None else "still runs"
@@ -130,8 +130,12 @@ class RankProcess:
             how = f"was ended by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
+        return f"rank {self.index} {how}"
+
+    def story(self) -> str:
+        """How it ended and its last lines, for whoever may read its log."""
         tail = " | ".join(self._tail)
-        return f"rank {self.index} {how}" + (f"; it last said: {tail}" if tail else "")
+        return self.fate() + (f"; it last said: {tail}" if tail else "")
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:

@@ -64,6 +64,7 @@ class Supervisor:
             finally:
                 for rank in self._ranks:
                     rank.kill()
+                for rank in self._ranks:  # apart, since what they said may have nowhere to go
                     rank.read(self._selector)
                     rank.close()
                 self._selector.close()
@@ -91,7 +92,8 @@ class Supervisor:
             if time.monotonic() >= deadline:
                 late = [rank for rank in self._ranks if not rank.is_ready]
                 names = " and ".join(rank.story() for rank in late)
-                self._fail(f"not ready after {limit:g} seconds: {names}. Look there, or raise --tensor-parallel-startup-timeout.")
+                reason = f"not ready after {limit:g} seconds: {names}. Look there, or raise --tensor-parallel-startup-timeout."
+                self._fail(reason, "the start took too long")
             self._wait(deadline)
             self._check("while the model loaded")
 
@@ -135,22 +137,23 @@ class Supervisor:
         while time.monotonic() < until:
             self._wait(until)
         failed = [rank for rank in self._ranks if rank.poll() or rank.failure is not None]
-        self._fail(f"{min(failed, key=_blame).story()}, {when}.")
+        first = min(failed, key=_blame)
+        self._fail(f"{first.story()}, {when}.", first.fate())
 
-    def _fail(self, reason: str) -> None:
-        """Tell the ranks, so that rank 0 tells its clients, and end them.
+    def _fail(self, reason: str, fate: str) -> None:
+        """Tell the ranks `fate`, so that rank 0 tells its clients, who need not see the log of another rank, and end them.
 
         Raises:
             TensorParallelSupervisorError: always.
         """
-        line = " ".join(reason.split())
+        line = " ".join(fate.split())
         for rank in self._ranks:
             rank.say(f"lost {line}")
             rank.terminate()
         deadline = time.monotonic() + _GRACE
         while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
             self._wait(deadline)
-        raise TensorParallelSupervisorError(line)
+        raise TensorParallelSupervisorError(" ".join(reason.split()))
 
     def _has_ended(self) -> bool:
         return any(rank.poll() is not None for rank in self._ranks)

@@ -304,7 +304,7 @@ class Engine:
 
     def _end_all(self, health: Health, error: BaseException | None) -> None:
         with self._wake:
-            if self._health.state != "dead":
+            if self._health.state in ("loading", "ready"):  # else it stays as it is
                 self._health = health
             request_ids = list(self._active)
         for request_id in request_ids:

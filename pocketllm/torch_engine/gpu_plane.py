@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from pocketllm.backends.base import EngineRequest, LoadProgress
+from pocketllm.checkpoint import TensorInfo
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
@@ -37,6 +38,7 @@ _SPARE_BYTES = 2**29  # left to others, and to what the allocator wastes
 _SHARE = 0.95  # of the rest
 _SEVERAL = 16  # prompts that give attention work for a whole GPU, however short
 _FAILED = -(2**62)  # less than any number of spare bytes
+_EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight")
 
 
 def resolve_device(name: str, rank: Rank | None = None) -> torch.device:
@@ -54,8 +56,14 @@ def resolve_device(name: str, rank: Rank | None = None) -> torch.device:
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None else 0
         usable = [index for index in range(count) if torch.cuda.get_device_capability(index) >= _OLDEST]
+        if rank is not None and len(usable) < rank.local_size:
+            if usable:
+                logger.warning(
+                    "%d ranks need as many GPUs, and this machine has %d that run models: the ranks compute on the CPU", rank.local_size, len(usable)
+                )
+            return torch.device("cpu")
         if rank is not None:
-            return torch.device("cuda", usable[rank.local_index]) if len(usable) >= rank.local_size else torch.device("cpu")
+            return torch.device("cuda", usable[rank.local_index])
         return torch.device("cuda", usable[0]) if usable else torch.device("cpu")
     if not torch.cuda.is_available():
         build = "this PyTorch finds no GPU" if torch.version.cuda else "this PyTorch is a build without CUDA"
@@ -63,6 +71,12 @@ def resolve_device(name: str, rank: Rank | None = None) -> torch.device:
             f'"device" = {name!r} can\'t be used: {build}. Install a CUDA build of torch and the driver, or send "cpu".', param="device"
         )
     index = int(name.partition(":")[2] or 0) if rank is None else rank.local_index
+    if rank is not None and index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f'"tensor_parallel_size" = {rank.size} gives {rank.local_size} ranks of this machine a GPU each, and it has {torch.cuda.device_count()}: '
+            'lower it, or send device "cpu".',
+            param="tensor_parallel_size",
+        )
     if index >= torch.cuda.device_count():
         raise ConfigurationError(f'"device" = {name!r} does not exist: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0.', param="device")
     major, minor = torch.cuda.get_device_capability(index)
@@ -183,7 +197,8 @@ def _memory(device: torch.device) -> tuple[int, int]:
 def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype, experts: ExpertCache | None = None) -> None:
     """Refuse what can't be loaded: all weights, or without the routed experts and with their cache."""
     free, total = _memory(device)
-    size = sum(built_bytes(tensor, dtype, on_gpu=True) for tensor in order.checkpoint.tensors if experts is None or not is_routed(tensor))
+    tensors = [tensor for tensor in order.checkpoint.tensors if experts is None or not is_routed(tensor)]
+    size = _weight_bytes(tensors, dtype, order.share.size)
     if experts is not None and size + experts.budget + _SPARE_BYTES > free:
         raise ConfigurationError(
             f"{order.checkpoint.path} takes {size / 2**30:.1f} GiB beside its routed experts, whose cache has {experts.budget / 2**30:.1f}, and "
@@ -191,11 +206,24 @@ def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype, e
             param="routed_experts_memory",
         )
     if size + _SPARE_BYTES > free:
+        part = "" if order.share.size == 1 else f"a rank's part of {order.share.size} of "
         raise ConfigurationError(
-            f"{order.checkpoint.path} takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: "
+            f"{part}{order.checkpoint.path} takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} of the {total / 2**30:.1f} GiB of {device} are free: "
             'free its memory, use a smaller or quantized model, or send device "cpu".',
             param="model",
         )
+
+
+def _weight_bytes(tensors: Iterable[TensorInfo], dtype: torch.dtype, num_ranks: int) -> int:
+    """Bytes of `tensors` on the GPU of one of `num_ranks` ranks: the embeddings are on each, and what is dealt out is nearly all of the rest."""
+    whole = dealt = 0
+    for tensor in tensors:
+        size = built_bytes(tensor, dtype, on_gpu=True)
+        if tensor.name.endswith(_EMBEDDINGS):
+            whole += size
+        else:
+            dealt += size
+    return whole + dealt // num_ranks
 
 
 @contextmanager

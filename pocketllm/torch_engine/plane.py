@@ -88,6 +88,11 @@ class Order:
         """What this rank holds."""
         return ALONE if self.group is None else self.group.share
 
+    @property
+    def ranks_here(self) -> int:
+        """How many share the memory of this machine."""
+        return 1 if self.group is None else self.group.rank.local_size
+
     def agreed(self, number: int) -> int:
         """The least of what the ranks have found each for itself, so that all decide alike."""
         return number if self.group is None else self.group.least(number)
@@ -151,10 +156,11 @@ def load_on_cpu(order: Order, num_threads: int, *, native_kernels: bool) -> Plan
     chunk = _CPU_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
     needs = shape.needs(args, order.context_length, args.max_batch_size or _CPU_ROWS, chunk)
     if (explicit := args.kv_cache_bytes) is None:
-        free = order.agreed(psutil.virtual_memory().available) // order.share.size
+        free = order.agreed(psutil.virtual_memory().available // order.ranks_here)
         plan = plan_caches(needs, free // 4, fills=False, remedy="free some memory, set kv_cache_memory")
     else:
-        check_explicit(args, explicit, psutil.virtual_memory().total, "this machine has")
+        where = "this machine has" if order.ranks_here == 1 else f"this machine has for each of its {order.ranks_here} ranks"
+        check_explicit(args, explicit, psutil.virtual_memory().total // order.ranks_here, where)
         plan = plan_caches(needs, explicit, fills=True, remedy="raise kv_cache_memory")
     log_limits(args, needs, plan, "a quarter of the free memory")
     memory = psutil.virtual_memory()

@@ -47,7 +47,7 @@ def follow(inner: Runner, group: RankGroup) -> None:
     """Another rank's loop: compute what rank 0 tells until it ends.
 
     Raises:
-        RuntimeError: rank 0 is lost.
+        BackendUnavailableError: rank 0 is lost.
     """
     reader, masks = StepReader(), _SharedMasks(None, group, inner.vocab_size)
     try:

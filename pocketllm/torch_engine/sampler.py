@@ -100,7 +100,7 @@ def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled
     values, ids = candidates.values, candidates.ids
     is_cut = 0 < request.top_k <= values.shape[0]
     total = float(values.logsumexp(dim=-1)) if is_cut else candidates.log_total
-    mass = float((values - total).exp().sum())
+    mass = 1.0 if is_cut else float((values - total).exp().sum())
     rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - mass)
     if request.top_p < 1:
         if not is_cut and mass < request.top_p:

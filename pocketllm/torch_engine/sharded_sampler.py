@@ -53,12 +53,10 @@ class ShardedSampler:
         own = logits.clone() if masks else logits
         for row, words in masks.items():
             own[row] += bias(words, self._vocab_size)[self._mine.start : self._mine.stop]
-        num_candidates = max(_num_candidates(request, self._vocab_size) for request in requests)
-        num_top = max((request.logprobs for request in requests if request.logprobs is not None), default=-1)
-        lines = [self._line(logits[row], own[row], request, num_candidates, num_top) for row, request in enumerate(requests)]
-        told = torch.stack(self._group.gather(torch.tensor(lines, dtype=torch.float64)))  # [size, num_rows, width]
+        lines = [self._line(logits[row], own[row], request) for row, request in enumerate(requests)]
+        told = torch.stack(self._group.gather(torch.tensor([number for line in lines for number in line], dtype=torch.float64)))  # [size, all widths]
         leads = self._group.share.index == 0
-        rows = [_Row(told[:, row], request, self._vocab_size, num_candidates, num_top) for row, request in enumerate(requests)]
+        rows = [_Row(part, request, self._vocab_size) for part, request in zip(told.split([len(line) for line in lines], dim=1), requests, strict=True)]
         ids = [row.draw(draws[place]) if leads else None for place, row in enumerate(rows)]
         if any(_may_need_all(request, self._vocab_size) for request in requests):
             wanted = torch.tensor([leads and row.needs_all for row in rows], dtype=torch.int64)
@@ -71,17 +69,17 @@ class ShardedSampler:
                         ids[place] = rows[place].draw(draws[place], whole[line])
         return [SharedDraw(token_id, row.is_finite, row.logprobs()) for row, token_id in zip(rows, ids, strict=True)]
 
-    def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest, num_candidates: int, num_top: int) -> list[float]:
+    def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest) -> list[float]:
         """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),
-        that of exp(logit), then candidates and, where a row asked for log probabilities, the most likely ids: ids and logits."""
+        that of exp(logit), then candidates and, where the row asked for log probabilities, the most likely ids: ids and logits. Its width is the request's."""
         best, best_own = float(raw.max()), float(own.max())
         line = [best, best_own, 0.0, 0.0]
         if math.isfinite(best) and math.isfinite(best_own) and not is_greedy(request):
             line[2] = float(((own.double() - best_own) / request.temperature).logsumexp(dim=-1))
-        if num_top >= 0 and math.isfinite(best):
+        if request.logprobs is not None and math.isfinite(best):
             line[3] = float(raw.double().logsumexp(dim=-1))
-        for values, count in ((own, num_candidates), (raw, num_top)):
-            if count <= 0:
+        for values, count in ((own, _num_candidates(request, self._vocab_size)), (raw, request.logprobs or 0)):
+            if not count:
                 continue
             found, ids = largest(values, min(count, values.shape[0])) if math.isfinite(float(values.max())) else ([], [])
             missing = count - len(ids)
@@ -96,13 +94,14 @@ class _Row:
         told: [size, width] float64, lines of ShardedSampler._line.
     """
 
-    def __init__(self, told: torch.Tensor, request: EngineRequest, vocab_size: int, num_candidates: int, num_top: int) -> None:
-        self._request, self._vocab_size = request, vocab_size
+    def __init__(self, told: torch.Tensor, request: EngineRequest, vocab_size: int) -> None:
+        num_candidates = _num_candidates(request, vocab_size)
+        self._request = request
         self._bests = told[:, 0]
         self.is_finite = math.isfinite(float(self._bests.max()))  # a NaN anywhere is the maximum
         self._own_bests, self._scaled_sums, self._sums = told[:, 1], told[:, 2], told[:, 3]
         self._candidates = _merged(told[:, 4:], num_candidates)
-        self._top = _merged(told[:, 4 + 2 * num_candidates :], num_top) if num_top > 0 else []
+        self._top = _merged(told[:, 4 + 2 * num_candidates :], request.logprobs or 0)
         self._drawn: tuple[int, float] | None = None  # and its logit
         self.needs_all = False
 
@@ -117,9 +116,8 @@ class _Row:
             return self._drawn[0]
         weights = (self._own_bests - best) / request.temperature + self._scaled_sums
         weights[~torch.isfinite(self._own_bests)] = -math.inf
-        own = self._candidates[: _num_candidates(request, self._vocab_size)]  # other rows may have asked for more
-        values = torch.tensor([logit for _, logit in own], dtype=torch.float64)
-        ids = torch.tensor([token_id for token_id, _ in own])
+        values = torch.tensor([logit for _, logit in self._candidates], dtype=torch.float64)
+        ids = torch.tensor([token_id for token_id, _ in self._candidates])
         scaled = None if whole is None else (whole.double() - best) / request.temperature
         candidates = Candidates((values - best) / request.temperature, ids, float(weights.logsumexp(dim=-1)))
         token_id = draw_among(candidates, request, number, scaled)
@@ -135,7 +133,7 @@ class _Row:
         if wanted is None or self._drawn is None:
             return None
         total = float(self._sums.logsumexp(dim=-1))
-        top = tuple((token_id, max(logit - total, LOWEST)) for token_id, logit in self._top[:wanted])
+        top = tuple((token_id, max(logit - total, LOWEST)) for token_id, logit in self._top)
         return TokenLogprobs(max(self._drawn[1] - total, LOWEST), top)
 
 

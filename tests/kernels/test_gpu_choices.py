@@ -15,6 +15,7 @@ from tiny_llama import tiny_tensors, write_tiny_llama
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
+from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine import gpu_plane
 from pocketllm.torch_engine.plane import Order
 
@@ -85,6 +86,25 @@ def test_weights_count_in_the_dtype_that_they_get(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigurationError, match="of cuda:0 are free: free its memory, use a smaller or quantized model") as caught:
         gpu_plane._check_weights_fit(made, GPU, torch.float32)
     assert caught.value.param == "model"
+
+
+def test_a_rank_has_a_part_of_the_weights_beside_the_embeddings(tmp_path: Path) -> None:
+    tensors = order(tmp_path).checkpoint.tensors
+    embeddings = sum(tensor.num_bytes for tensor in tensors if tensor.name == "model.embed_tokens.weight")
+    stored = sum(tensor.num_bytes for tensor in tensors)  # float32
+    assert 0 < embeddings < stored
+    assert gpu_plane._weight_bytes(tensors, torch.float32, 1) == stored
+    assert gpu_plane._weight_bytes(tensors, torch.float32, 2) == embeddings + (stored - embeddings) // 2
+
+
+def test_ranks_have_a_gpu_each(gpus: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gpus((6, 1), (8, 6), (9, 0))
+    assert [gpu_plane.resolve_device("auto", Rank(index, 2, index, 2)) for index in range(2)] == [torch.device("cuda", 1), torch.device("cuda", 2)]
+    assert gpu_plane.resolve_device("auto", Rank(0, 3, 0, 3)) == torch.device("cpu")
+    assert "3 ranks need as many GPUs, and this machine has 2 that run models" in caplog.text
+    with pytest.raises(ConfigurationError, match=r'"tensor_parallel_size" = 4 gives 4 ranks of this machine a GPU each, and it has 3: lower it') as caught:
+        gpu_plane.resolve_device("cuda", Rank(3, 4, 3, 4))
+    assert caught.value.param == "tensor_parallel_size"
 
 
 def test_a_refusal_of_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from pocketllm.cli.main import main
 from pocketllm.config import EngineArgs, SupervisorArgs
 from pocketllm.errors import ConfigurationError, TensorParallelSupervisorError, UnsupportedFeatureError
 from pocketllm.parallel.rank import NAMES, Rank
 from pocketllm.parallel.supervisor import Supervisor
+from pocketllm.torch_engine.rank_group import RankGroup
 
 # A rank that says what it is, gets ready, and lives until it is told to stop; `act` is what it does besides.
 RANK = """
@@ -117,7 +121,7 @@ if rank.index == {index}:
 """
     with pytest.raises(TensorParallelSupervisorError, match=rf"rank {index} was ended by SIGKILL; it last said: .*last words, while it served\."):
         supervisor(parent, program(then=then)).run()
-    assert f"[rank {1 - index}] lost: rank {index} was ended by SIGKILL" in capfd.readouterr().out
+    assert f"[rank {1 - index}] lost: rank {index} was ended by SIGKILL\n" in capfd.readouterr().out  # the log of a rank is not for clients
     assert children() == []
 
 
@@ -189,6 +193,9 @@ def test_ranks_of_other_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="started 2 ranks") as caught:
         Rank.from_environment(EngineArgs(tensor_parallel_size=3))
     assert caught.value.param == "tensor_parallel_size"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigurationError, match="LOCAL_RANK = 1 is not below LOCAL_WORLD_SIZE = 1"):
+        Rank.from_environment(args)
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(ConfigurationError, match="MASTER_PORT = 'x'"):
         Rank.from_environment(args)
@@ -198,3 +205,28 @@ def test_ranks_by_hand_need_a_number_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert Rank.from_environment(EngineArgs(tensor_parallel_size=2, tensor_parallel_rank=1)) == Rank(1, 2, 1, 2, master=("127.0.0.1", 29500))
     assert Rank.from_environment(EngineArgs(tensor_parallel_size=2)).index == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        (["--tensor-parallel-rank", "1"], "tensor_parallel_rank"),
+        (["--no-tensor-parallel-supervisor", "--tensor-parallel-master-port", "29500"], "tensor_parallel_master_port"),
+        (["--tensor-parallel-master-addr", "10.0.0.1"], "tensor_parallel_master_addr"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(options: list[str], param: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "no-such-model", "--tensor-parallel-size", "2", *options]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert param in line.replace("-", "_")
+
+
+def test_ranks_that_can_not_meet_say_where() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"rank 0 of 2 can't meet the others at MASTER_ADDR = 127\.0\.0\.1, MASTER_PORT = {port} \(.*\): name an"):
+            RankGroup(Rank(0, 2, 0, 2, master=("127.0.0.1", port)), torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=r"rank 1 of 2 can't meet the others at MASTER_ADDR = no\.such\.host\.invalid"):
+        RankGroup(Rank(1, 2, 1, 2, master=("no.such.host.invalid", 29500)), torch.device("cpu"))
