@@ -86,12 +86,7 @@ class StoredTensor:
         runs = joined(parts)
         if runs == [range(self.shape[0])]:
             return self
-        scales = None
-        if self.scales is not None:
-            height = self.scales.block[0]
-            self._check_cuts(runs, self.shape[0], height, "rows")
-            blocks_of_rows = [slice(run.start // height, -(-run.stop // height)) for run in runs]
-            scales = BlockScales(_one([self.scales.values[part] for part in blocks_of_rows]), self.scales.block)
+        scales = self._part_of_scales(runs, 0)
         places = [slice(run.start, run.stop) for run in runs]
         return StoredTensor(
             _part_name(self.name, runs),
@@ -111,21 +106,26 @@ class StoredTensor:
         runs = joined(parts)
         if runs == [range(self.shape[1])]:
             return self
-        scales, blocks, values = None, None, None
+        scales = self._part_of_scales(runs, 1)
+        blocks, values = None, None
         places = [slice(run.start, run.stop) for run in runs]
         if self.blocks is not None:
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
             self._check_cuts(runs, self.shape[1], per_block, "columns")
             in_bytes = [slice(run.start // per_block * block_bytes, run.stop // per_block * block_bytes) for run in runs]
             blocks = np.concatenate([self.blocks[:, part] for part in in_bytes], axis=1)
-        if self.scales is not None:
-            width = self.scales.block[1]
-            self._check_cuts(runs, self.shape[1], width, "columns")
-            blocks_of_columns = [slice(run.start // width, -(-run.stop // width)) for run in runs]
-            scales = BlockScales(_one([self.scales.values[:, part] for part in blocks_of_columns], 1), self.scales.block)
         if self.values is not None:
             values = _one([self.values[:, part] for part in places], 1)
         return StoredTensor(_part_name(self.name, runs), self.type, (self.shape[0], sum(map(len, runs))), blocks, values, scales)
+
+    def _part_of_scales(self, runs: Sequence[range], dim: int) -> BlockScales | None:
+        """The scales of the blocks that hold `runs` of rows (`dim` 0) or columns (`dim` 1)."""
+        if self.scales is None:
+            return None
+        size = self.scales.block[dim]
+        self._check_cuts(runs, self.shape[dim], size, ("rows", "columns")[dim])
+        parts = [self.scales.values.narrow(dim, run.start // size, -(-run.stop // size) - run.start // size) for run in runs]
+        return BlockScales(_one(parts, dim), self.scales.block)
 
     def _check_cuts(self, runs: Sequence[range], end: int, block: int, what: str) -> None:
         for place in (place for run in runs for place in (run.start, run.stop)):
