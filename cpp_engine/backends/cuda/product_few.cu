@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "backends/cuda/device_code.cuh"
+#include "backends/cuda/tensor_code.cuh"
 
 namespace pocket::cuda {
 
@@ -66,42 +66,6 @@ __device__ __forceinline__ void load_weights(uint4* to, const std::uint8_t* from
 #else
     *to = __ldg(reinterpret_cast<const uint4*>(from));
 #endif
-}
-__device__ __forceinline__ void end_loads() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-template <int kPending>
-__device__ __forceinline__ void wait_for_loads() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
-// sums [16, 8] += left [16, 16] right [8, 16]^T
-template <Kind kKind>
-__device__ __forceinline__ void multiply(float (&sums)[4], const std::uint32_t (&left)[4], std::uint32_t right0, std::uint32_t right1) {
-    if constexpr (kKind == Kind::bfloat16) {
-#if __CUDA_ARCH__ >= 800
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
-#endif
-    } else {
-#if __CUDA_ARCH__ >= 800
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                     : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
-#else
-        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                     : "r"(left[0]), "r"(left[1]), "r"(right0));
-        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                     : "r"(left[2]), "r"(left[3]), "r"(right1));
-#endif
-    }
 }
 
 // Four float8_e4m3 as two pairs of float16; before Ada they come out divided by 256, which their scale makes good.
@@ -280,7 +244,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
     if (first_chunk < end_chunk) {
         aim();
 #pragma unroll
-        for (int step = 0; step < kAhead; ++step) load_next(step, scales[step], false), end_loads();
+        for (int step = 0; step < kAhead; ++step) load_next(step, scales[step], false), end_copies();
     }
     if constexpr (kBatchTiles == 0) {
         for (int column = 4 * threadIdx.x; a.norm && column < a.columns; column += 4 * kThreads) touch(a.norm + column);
@@ -296,7 +260,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
 #pragma unroll
         for (int step = 0; step < kAhead; ++step) {
             if (first_chunk < end_chunk) load_x(step, first_chunk + step % (end_chunk - first_chunk));
-            end_loads();
+            end_copies();
         }
     }
 
@@ -357,7 +321,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
 #pragma unroll kUnrolled
         for (int step = 0; step < kAhead; ++step) {
             if (tile >= num_tiles) break;
-            wait_for_loads<kAhead - 1>();
+            wait_for_copies<kAhead - 1>();
             uint4 words[kTiles];
 #pragma unroll
             for (int part = 0; part < kTiles; ++part) words[part] = ring[(step * kParts + part) * kThreads];
@@ -394,7 +358,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
 #pragma unroll
                         for (int pair = 0; pair < 2; ++pair) {
                             const std::uint32_t x[4] = {left[batch][0][2 * pair], left[batch][1][2 * pair], left[batch][0][2 * pair + 1], left[batch][1][2 * pair + 1]};
-                            multiply<kKind>(into, x, right[2 * pair], right[2 * pair + 1]);
+                            multiply<std::conditional_t<kKind == Kind::bfloat16, __nv_bfloat16, __half>>(into, x, right[2 * pair], right[2 * pair + 1]);
                         }
                         if constexpr (kKind == Kind::float8) {
 #pragma unroll
@@ -404,7 +368,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_kernel(const Arguments a) {
                 }
             }
             load_next(step, scales[step], true);
-            end_loads();
+            end_copies();
             if (++chunk == end_chunk) {
                 finish_tile(tile);
                 chunk = first_chunk, ++tile;

@@ -1,4 +1,5 @@
-// Tensor cores by warps, from Ampere on: copies to shared memory that go on behind the program, 8x8 matrices from there to registers, products of 16x8x16.
+// Tensor cores by warps, from Ampere on (products of float16 on Turing too): copies to shared memory that go on behind the program, 8x8 matrices from there to
+// registers, products of 16x8x16.
 #pragma once
 
 #include "backends/cuda/device_code.cuh"
@@ -34,19 +35,29 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&to)[4], std::uin
                  : "memory");
 }
 
+// sums [16, 8] += left [16, 16] right [8, 16]^T; float16 on Turing too, in two halves.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&sums)[4], const std::uint32_t (&left)[4], std::uint32_t right0, std::uint32_t right1) {
-#if __CUDA_ARCH__ >= 800
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#if __CUDA_ARCH__ >= 800
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+#endif
     } else {
+#if __CUDA_ARCH__ >= 800
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
-    }
+#else
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                     : "r"(left[0]), "r"(left[1]), "r"(right0));
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                     : "r"(left[2]), "r"(left[3]), "r"(right1));
 #endif
+    }
 }
 
 template <typename T>
