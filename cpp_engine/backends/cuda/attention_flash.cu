@@ -73,8 +73,7 @@ __global__ __launch_bounds__(32 * kWarps, 1) void flash_kernel(const AttentionCa
             for (int pair = 0; pair < kTile / 16; ++pair) {
                 std::uint32_t right[4];
                 load_matrices(right, keys + at + place(pair * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
-                multiply<T>(scores[2 * pair], left, right[0], right[1]);
-                multiply<T>(scores[2 * pair + 1], left, right[2], right[3]);
+                multiply<T>(scores[2 * pair], scores[2 * pair + 1], left, right);
             }
         }
         const bool is_whole = (tile + 1) * kTile <= first_position + warp * 16 + 1;  // seen whole by the warp's first query, so by all
@@ -117,8 +116,7 @@ __global__ __launch_bounds__(32 * kWarps, 1) void flash_kernel(const AttentionCa
             for (int pair = 0; pair < kDim / 16; ++pair) {
                 std::uint32_t right[4];
                 load_transposed(right, values + at + place(step * 16 + (lane & 15), 2 * pair + (lane >> 4)));
-                multiply<T>(read[2 * pair], left, right[0], right[1]);
-                multiply<T>(read[2 * pair + 1], left, right[2], right[3]);
+                multiply<T>(read[2 * pair], read[2 * pair + 1], left, right);
             }
         }
         __syncthreads();  // the tile after the next goes where this one was

@@ -141,8 +141,7 @@ __device__ __forceinline__ void multiply_triangle(const Tile<128>& triangle, con
         for (int pair = 0; pair < kDim / 16; ++pair) {
             std::uint32_t operand[4];
             right.right(operand, step * 16, 2 * pair);
-            multiply<Bfloat>(sums[2 * pair], left, operand[0], operand[1]);
-            multiply<Bfloat>(sums[2 * pair + 1], left, operand[2], operand[3]);
+            multiply<Bfloat>(sums[2 * pair], sums[2 * pair + 1], left, operand);
         }
     }
 #pragma unroll
@@ -209,8 +208,7 @@ __global__ __launch_bounds__(128) void solve_kernel(const DeltaNetCall call, int
             if (pair > warp) continue;
             std::uint32_t right[4];
             keys.right_of_transposed(right, pair * 16, 2 * step);
-            multiply<Bfloat>(products[2 * pair], left, right[0], right[1]);
-            multiply<Bfloat>(products[2 * pair + 1], left, right[2], right[3]);
+            multiply<Bfloat>(products[2 * pair], products[2 * pair + 1], left, right);
         }
     }
 #pragma unroll
@@ -255,8 +253,7 @@ __global__ __launch_bounds__(128) void solve_kernel(const DeltaNetCall call, int
             std::uint32_t left[4], right[4];
             inverse.left(left, row * 16, 2 * m);
             system.right(right, m * 16, 2 * column);
-            multiply<Half>(sums_[0], left, right[0], right[1]);
-            multiply<Half>(sums_[1], left, right[2], right[3]);
+            multiply<Half>(sums_[0], sums_[1], left, right);
         }
         to[0] = pack<Half>(-sums_[0][0], -sums_[0][1]), to[1] = pack<Half>(-sums_[0][2], -sums_[0][3]);
         to[2] = pack<Half>(-sums_[1][0], -sums_[1][1]), to[3] = pack<Half>(-sums_[1][2], -sums_[1][3]);
@@ -267,8 +264,7 @@ __global__ __launch_bounds__(128) void solve_kernel(const DeltaNetCall call, int
             std::uint32_t left[4], right[4];
             part(left, row, first, m);
             inverse.right(right, m * 16, 2 * column);
-            multiply<Half>(sums_[0], left, right[0], right[1]);
-            multiply<Half>(sums_[1], left, right[2], right[3]);
+            multiply<Half>(sums_[0], sums_[1], left, right);
         }
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
@@ -359,8 +355,7 @@ __global__ __launch_bounds__(256) void states_kernel(const DeltaNetCall call, in
             std::uint32_t left[4], right[4];
             from_state.left(left, token, 2 * step);
             operand.right(right, step * 16, 2 * pair);
-            multiply<Bfloat>(products[step % 2][0], left, right[0], right[1]);
-            multiply<Bfloat>(products[step % 2][1], left, right[2], right[3]);
+            multiply<Bfloat>(products[step % 2][0], products[step % 2][1], left, right);
         }
         const float last = __uint_as_float(load_word(sums + 4 * (kChunk - 1)));
 #pragma unroll
@@ -392,8 +387,7 @@ __global__ __launch_bounds__(256) void states_kernel(const DeltaNetCall call, in
             for (int two = 0; two < kSplit / 16; ++two) {
                 std::uint32_t right[4];
                 decayed.right(right, step * 16, 2 * two);
-                multiply<Bfloat>(state[2 * two], left, right[0], right[1]);
-                multiply<Bfloat>(state[2 * two + 1], left, right[2], right[3]);
+                multiply<Bfloat>(state[2 * two], state[2 * two + 1], left, right);
             }
         }
         publish();
@@ -437,8 +431,7 @@ __global__ __launch_bounds__(128) void read_kernel(const DeltaNetCall call, int 
         for (int pair = 0; pair < kDim / 16; ++pair) {
             std::uint32_t right[4];
             state.right(right, step * 16, 2 * pair);
-            multiply<Bfloat>(read[2 * pair], left, right[0], right[1]);
-            multiply<Bfloat>(read[2 * pair + 1], left, right[2], right[3]);
+            multiply<Bfloat>(read[2 * pair], read[2 * pair + 1], left, right);
         }
     }
     const float own[2] = {sums[warp * 16 + group], sums[warp * 16 + group + 8]}, shrink[2] = {__expf(own[0]), __expf(own[1])};
@@ -456,8 +449,7 @@ __global__ __launch_bounds__(128) void read_kernel(const DeltaNetCall call, int 
             std::uint32_t left[4], right[4];
             queries.left(left, warp * 16, 2 * step);
             keys.right_of_transposed(right, block * 16, 2 * step);
-            multiply<Bfloat>(products[0], left, right[0], right[1]);
-            multiply<Bfloat>(products[1], left, right[2], right[3]);
+            multiply<Bfloat>(products[0], products[1], left, right);
         }
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
@@ -473,8 +465,7 @@ __global__ __launch_bounds__(128) void read_kernel(const DeltaNetCall call, int 
         for (int pair = 0; pair < kDim / 16; ++pair) {
             std::uint32_t right[4];
             corrections.right(right, block * 16, 2 * pair);
-            multiply<Bfloat>(read[2 * pair], left, right[0], right[1]);
-            multiply<Bfloat>(read[2 * pair + 1], left, right[2], right[3]);
+            multiply<Bfloat>(read[2 * pair], read[2 * pair + 1], left, right);
         }
     }
 #pragma unroll

@@ -60,6 +60,13 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const std::uint32_t (
     }
 }
 
+// The same with 16 rows on the right: `first` are the sums of the first eight of them, `second` of the others.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&first)[4], float (&second)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[4]) {
+    multiply<T>(first, left, right[0], right[1]);
+    multiply<T>(second, left, right[2], right[3]);
+}
+
 template <typename T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
