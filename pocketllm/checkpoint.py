@@ -97,6 +97,18 @@ class Checkpoint:
         """Bytes of the stored weights."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
+    def kv_bytes_per_token(self, element_bytes: int) -> int | None:
+        """Bytes of keys and values that one token adds, or None when the config does not say. Linear-attention layers keep none."""
+        layers, kv_heads, head_dim = (self.config.get(key) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+        if not isinstance(layers, int) or not isinstance(kv_heads, int) or not isinstance(head_dim, int) or "kv_lora_rank" in self.config:
+            return None
+        layer_types, interval = self.config.get("layer_types"), self.config.get("full_attention_interval")
+        if isinstance(layer_types, list):
+            layers = sum(kind != "linear_attention" for kind in layer_types)
+        elif isinstance(interval, int) and interval > 0:
+            layers //= interval
+        return 2 * layers * kv_heads * head_dim * element_bytes
+
 
 def open_checkpoint(path: Path, model_format: ModelFormat = "auto") -> Checkpoint:
     """Read the headers of the checkpoint at `path`: a .gguf file, a directory that holds one, or a safetensors directory.

@@ -16,7 +16,6 @@ from pocketllm.bench.sides.base import Spec, Timing
 from pocketllm.bench.sides.process import SideProcess
 from pocketllm.bench.spread import spread
 from pocketllm.checkpoint import Checkpoint, open_checkpoint
-from pocketllm.cli.inspect import kv_bytes_per_token
 from pocketllm.config import EngineArgs
 from pocketllm.hub import resolve_model
 
@@ -150,7 +149,7 @@ class _Bench:
         return prefill_ceiling(self._limits, self._costs)
 
     def decode_limit(self, rows: int, context: float) -> float:
-        return decode_ceiling(self._limits, self._costs, rows, context * (kv_bytes_per_token(self._checkpoint, _KV_BYTES) or 0))
+        return decode_ceiling(self._limits, self._costs, rows, context * (self._checkpoint.kv_bytes_per_token(_KV_BYTES) or 0))
 
     def facts(self) -> dict[str, Any]:
         """Of a report: the device, the model and the limits."""

@@ -50,26 +50,12 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": checkpoint.num_bytes,
         "tensor_types": {kind: {"count": counts[kind], "bytes": sizes[kind]} for kind in sorted(sizes, key=lambda kind: -sizes[kind])},
         "context_length": checkpoint.context_length,
-        "kv_bytes_per_token": {name: kv_bytes_per_token(checkpoint, size) for name, size in _KV_TYPES.items()},
+        "kv_bytes_per_token": {name: checkpoint.kv_bytes_per_token(size) for name, size in _KV_TYPES.items()},
         "tokenizer": _tokenizer_kind(checkpoint),
         "chat_template": _chat_template_state(checkpoint),
         "eos_token_ids": list(checkpoint.generation_defaults.eos_token_ids),
         "planes": [dataclasses.asdict(verdict) for verdict in explain(checkpoint)],
     }
-
-
-def kv_bytes_per_token(checkpoint: Checkpoint, element_bytes: int) -> int | None:
-    """Bytes of keys and values that one token adds, or None when the config does not say. Linear-attention layers keep none."""
-    config = checkpoint.config
-    layers, kv_heads, head_dim = config.get("num_hidden_layers"), config.get("num_key_value_heads"), config.get("head_dim")
-    if not isinstance(layers, int) or not isinstance(kv_heads, int) or not isinstance(head_dim, int) or "kv_lora_rank" in config:
-        return None
-    layer_types, interval = config.get("layer_types"), config.get("full_attention_interval")
-    if isinstance(layer_types, list):
-        layers = sum(kind != "linear_attention" for kind in layer_types)
-    elif isinstance(interval, int) and interval > 0:
-        layers //= interval
-    return 2 * layers * kv_heads * head_dim * element_bytes
 
 
 def _tokenizer_kind(checkpoint: Checkpoint) -> str:

@@ -15,7 +15,7 @@ import pytest
 from pocketllm.backends import select
 from pocketllm.backends.select import TORCH_ARCHITECTURES, explain, select_backend
 from pocketllm.checkpoint import Checkpoint, GenerationDefaults, TensorInfo, open_checkpoint
-from pocketllm.cli.inspect import describe, kv_bytes_per_token, run
+from pocketllm.cli.inspect import describe, run
 from pocketllm.config import EngineArgs
 from pocketllm.errors import UnsupportedFeatureError
 
@@ -61,11 +61,11 @@ def test_inspecting_loads_no_torch(default_model):
 
 def test_kv_of_hybrid_models_counts_full_attention_alone(tmp_path):
     numbers = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
-    assert kv_bytes_per_token(checkpoint_of(tmp_path, **numbers), 2) == 2 * 4 * 2 * 8 * 2
+    assert checkpoint_of(tmp_path, **numbers).kv_bytes_per_token(2) == 2 * 4 * 2 * 8 * 2
     kinds = ["linear_attention"] * 3 + ["full_attention"]
-    assert kv_bytes_per_token(checkpoint_of(tmp_path, layer_types=kinds, **numbers), 2) == 2 * 1 * 2 * 8 * 2
-    assert kv_bytes_per_token(checkpoint_of(tmp_path, full_attention_interval=4, **numbers), 2) == 2 * 1 * 2 * 8 * 2
-    assert kv_bytes_per_token(checkpoint_of(tmp_path), 2) is None
+    assert checkpoint_of(tmp_path, layer_types=kinds, **numbers).kv_bytes_per_token(2) == 2 * 1 * 2 * 8 * 2
+    assert checkpoint_of(tmp_path, full_attention_interval=4, **numbers).kv_bytes_per_token(2) == 2 * 1 * 2 * 8 * 2
+    assert checkpoint_of(tmp_path).kv_bytes_per_token(2) is None
     assert describe(checkpoint_of(tmp_path, **numbers))["parameters"] == 6
 
 
