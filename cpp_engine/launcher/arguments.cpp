@@ -152,16 +152,18 @@ std::vector<std::int32_t> Arguments::token_ids(const std::string& flag) const {
     return *ids;
 }
 
-std::vector<int> Arguments::integers(const std::string& flag, const std::vector<int>& otherwise) const {
+std::vector<int> Arguments::integers(const std::string& flag, const std::vector<int>& otherwise, int most) const {
     if (!has(flag)) return otherwise;
     const auto values = parse_token_ids(values_.at(flag));
-    if (!values || values->empty() || *std::min_element(values->begin(), values->end()) < 1) refuse(flag, "whole numbers of at least 1, such as 1,8,32");
+    if (!values || values->empty() || std::ranges::any_of(*values, [most](int value) { return value < 1 || value > most; })) {
+        refuse(flag, "whole numbers from 1 to " + std::to_string(most) + ", such as 1,8,32");
+    }
     return {values->begin(), values->end()};
 }
 
 std::vector<Flag> engine_flags(std::vector<Flag> others) {
     const std::vector<Flag> common = {
-        {"--device", "NAME", "cpu, or auto for the best that is linked and there [auto]"},
+        {"--device", "NAME", "cpu, cuda or cuda:N where it is built in, or auto for the best that is there [auto]"},
         {"--dtype", "TYPE", "of the weights: float32, bfloat16, float16, or auto for as they are stored [auto]"},
         {"--kv-cache-dtype", "TYPE", "of cached keys and values: float32, bfloat16, float16, or auto [auto]"},
         {"--max-model-len", "N", "most tokens of prompt and answer together [what the model was made for, or what fits]"},

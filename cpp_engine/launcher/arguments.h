@@ -42,7 +42,7 @@ public:
     double number(const std::string& flag, double otherwise) const;
     std::size_t size(const std::string& flag, std::size_t otherwise) const;                       // bytes of 1073741824, 512MiB or 2G
     std::vector<std::int32_t> token_ids(const std::string& flag) const;                           // "1,2,3"
-    std::vector<int> integers(const std::string& flag, const std::vector<int>& otherwise) const;  // likewise, each at least 1
+    std::vector<int> integers(const std::string& flag, const std::vector<int>& otherwise, int most) const;  // likewise, each from 1 to `most`
 
 private:
     [[noreturn]] void refuse(const std::string& flag, const std::string& wanted) const;

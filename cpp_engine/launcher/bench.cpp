@@ -24,6 +24,8 @@ namespace pocket::launcher {
 
 namespace {
 
+constexpr int most_tokens = 1 << 24, most_batch = 1 << 16;  // that may be asked for
+
 using Clock = std::chrono::steady_clock;
 
 double median(std::vector<double> values) {
@@ -207,8 +209,8 @@ int bench(const Words& words) {
     if (const auto names = shape_names(); arguments.has("--shape") && std::find(names.begin(), names.end(), arguments.text("--shape", "")) == names.end()) {
         throw UsageError{"--shape = " + arguments.text("--shape", "") + " is no shape: there are " + shapes + "."};
     }
-    const std::vector<int> lengths = arguments.integers("--prefill", {512}), batch_sizes = arguments.integers("--batch-sizes", {1, 8});
-    const std::vector<int> contexts = arguments.integers("--context", {128});
+    const std::vector<int> lengths = arguments.integers("--prefill", {512}, most_tokens), batch_sizes = arguments.integers("--batch-sizes", {1, 8}, most_batch);
+    const std::vector<int> contexts = arguments.integers("--context", {128}, most_tokens);
     const int most_context = *std::max_element(contexts.begin(), contexts.end());
     const int tokens = static_cast<int>(arguments.integer("--decode-tokens", 32, 2, 1 << 20));
     const int repeats = static_cast<int>(arguments.integer("--repeats", 3, 1, 1000));
@@ -217,8 +219,9 @@ int bench(const Words& words) {
     const int most_rows = *std::max_element(batch_sizes.begin(), batch_sizes.end());
     if (options.max_batch_size == 0) options.max_batch_size = most_rows;
     if (options.max_model_len == 0) {
-        const int chunk = options.prefill_chunk_tokens > 0 ? options.prefill_chunk_tokens : std::numeric_limits<int>::max();
-        options.max_model_len = std::max(*std::max_element(lengths.begin(), lengths.end()) + 1, most_context + tokens + 1 + most_rows * (most_context / chunk + 2));
+        const std::int64_t chunk = options.prefill_chunk_tokens > 0 ? options.prefill_chunk_tokens : std::numeric_limits<int>::max();
+        const std::int64_t needed = most_context + tokens + 1 + most_rows * (most_context / chunk + 2);
+        options.max_model_len = static_cast<int>(std::clamp<std::int64_t>(needed, *std::max_element(lengths.begin(), lengths.end()) + 1, std::numeric_limits<int>::max()));
     }
 
     std::optional<RandomCheckpoint> random;

@@ -45,6 +45,7 @@ def test_help_teaches(launcher: str) -> None:
         (["generate", "x", "--tokens", "1", "--max-new-tokens", "0"], "--max-new-tokens = 0 is not valid: send a whole number of at least 1."),
         (["bench"], "pocketllm_engine bench needs a CHECKPOINT or a --shape, and not both."),
         (["bench", "--shape", "qwen9"], "--shape = qwen9 is no shape: there are qwen3.5-0.8b, qwen3.5-2b, "),
+        (["bench", "x", "--context", "16,2147483647"], "--context = 16,2147483647 is not valid: send whole numbers from 1 to 16777216, such as 1,8,32."),
         (["--serve"], "pocketllm_engine --serve needs a MODEL first"),
         (["audit", "x", "--kv-cache-memory", "lots"], "--kv-cache-memory = lots is not valid: send bytes, or a number with a unit such as 512MiB or 2GiB."),
     ],
