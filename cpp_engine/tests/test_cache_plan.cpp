@@ -138,24 +138,25 @@ TEST(smaller_values_take_less) {
 
 // A GPU's memory is the engine's own, but for what it keeps to steps.
 TEST(a_device_says_what_is_left_to_the_caches) {
-    DeviceInfo gpu = device_with(40 * mebibyte);
+    DeviceInfo gpu = device_with(9 * mebibyte);
     gpu.name = "cuda:0";
     gpu.cache_share = 0.95;
-    gpu.kept_memory = 10 * mebibyte;
+    gpu.kept_memory = 3 * mebibyte;
     CacheOptions options;
     options.default_rows = 64;
-    const CachePlan kept = plan_caches(Figures(), gpu, options);  // 30 MiB, which is less than 95% of 40
-    CHECK(kept.kv_bytes + kept.state_bytes <= 30 * mebibyte);
-    CHECK(kept.kv_bytes + kept.state_bytes + block + slot > 29 * mebibyte);
-    gpu.kept_memory = mebibyte;
+    const CachePlan kept = plan_caches(Figures(), gpu, options);  // 6 MiB, which is less than 95% of 9
+    CHECK(kept.kv_bytes + kept.state_bytes <= 6 * mebibyte);
+    CHECK(kept.kv_bytes + kept.state_bytes + block + slot > 6 * mebibyte);
+    gpu.kept_memory = 1;
     const CachePlan shared = plan_caches(Figures(), gpu, options);
-    CHECK(shared.kv_bytes + shared.state_bytes <= 38 * mebibyte);
+    CHECK(shared.kv_bytes + shared.state_bytes <= 9 * mebibyte * 95 / 100);
     CHECK(shared.kv_bytes > kept.kv_bytes);
-    CHECK(shared.limits[0].find("does not fit into 95% of the free memory") != std::string::npos);
-    options.kv_cache_memory = 41 * mebibyte;
+    CHECK_EQ(shared.limits.size(), 2u);
+    CHECK(shared.limits.at(0).ends_with("whose KV cache does not fit into 95% of the free memory"));
+    options.kv_cache_memory = 10 * mebibyte;
     CHECK_THROWS(plan_caches(Figures(), gpu, options),
-                 "\"kv_cache_memory\" = 42991616 is more than the 40 MiB that are free on cuda:0 beside the weights and what a step takes: lower it.");
-    gpu.free_memory = mebibyte / 2;
+                 "\"kv_cache_memory\" = 10485760 is more than the 9 MiB that are free on cuda:0 beside the weights and what a step takes: lower it.");
+    gpu.kept_memory = 10 * mebibyte;
     CHECK_THROWS(plan_caches(Figures(), gpu, {}), "0 MiB may be used");
 }
 
