@@ -136,7 +136,7 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
         captures = cuda_graphs and is_cuda and model.is_capturable
         if captures:
-            step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, needs.max_rows, chunk))
+            step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, model, needs.max_rows, chunk))
         # Beside logits of all rows, what a prompt takes, and experts that will be built.
         free = order.agreed(_free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4 + (experts.room if experts else 0)))
         if (explicit := args.kv_cache_bytes) is not None:
@@ -152,7 +152,7 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         if is_cuda:
             order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
             _compile_other_steps(runner, plan, captures)
-        shapes = _shapes(order, plan.max_rows, chunk) if captures else []
+        shapes = _shapes(order, model, plan.max_rows, chunk) if captures else []
         if shapes:
             _capture(order, runner, shapes)
     beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
@@ -161,9 +161,10 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
     return Plane(scheduler, order.led(runner), str(device), plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
-def _shapes(order: Order, max_rows: int, chunk: int) -> list[StepShape]:
+def _shapes(order: Order, model: Model, max_rows: int, chunk: int) -> list[StepShape]:
     """What is captured of a plane whose steps have at most `chunk` prompt tokens."""
-    return captured_shapes(max_rows, chunk, chunk if order.args.prefill_chunk_tokens is not None else min(chunk_beside_answers(max_rows), chunk))
+    shapes = captured_shapes(max_rows, chunk, chunk if order.args.prefill_chunk_tokens is not None else min(chunk_beside_answers(max_rows), chunk))
+    return shapes if model.captures_prompts else [shape for shape in shapes if not shape.num_prompts]
 
 
 def _describe_shapes(shapes: Sequence[StepShape]) -> dict[str, Any]:
