@@ -18,7 +18,7 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
 from pocketllm.torch_engine.cache_shape import CacheShape, cache_shape
-from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache, is_routed
+from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache, is_routed, loaded_tensors
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
@@ -155,6 +155,8 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         shapes = _shapes(order, model, plan.max_rows, chunk) if captures else []
         if shapes:
             _capture(order, runner, shapes)
+    if experts is not None:
+        experts.forget_counts()  # of the steps above
     beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
     scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, beside)
     details = {**describe(model, cache, plan, experts), "cuda_graphs": _describe_shapes(shapes)}
@@ -198,7 +200,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
 def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype, experts: ExpertCache | None = None) -> None:
     """Refuse what can't be loaded: all weights, or without the routed experts and with their cache."""
     free, total = _memory(device)
-    tensors = [tensor for tensor in order.checkpoint.tensors if experts is None or not is_routed(tensor)]
+    tensors = [tensor for tensor in loaded_tensors(order.checkpoint) if experts is None or not is_routed(tensor)]
     size = _weight_bytes(tensors, dtype, order.share.size)
     if experts is not None and size + experts.budget + _SPARE_BYTES > free:
         raise ConfigurationError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.compressed_cache import CompressedCache, LayerShape
 from pocketllm.torch_engine.layers.compressed_step import CompressedStep, PromptRow
 from pocketllm.torch_engine.layers.compressor import Compressor, CompressorWeights, normalize, rotate_pairs, rotation
@@ -117,8 +118,9 @@ class CompressedAttention:
         self._sizes = [latent, weights.head_dim, *widths, *([weights.indexer.num_heads] if weights.indexer else [])]
         self.num_bytes = sum(one.num_bytes for one in (weights.input, weights.query, weights.groups, weights.output))
 
-    def __call__(self, x: torch.Tensor, step: CompressedStep, cache: CompressedCache) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] in the activations' dtype -> the same, after the rows' caches have taken their tokens in."""
+    def __call__(self, x: torch.Tensor, step: CompressedStep | DeviceBatch, cache: CompressedCache) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape, after the rows' caches have taken their tokens in."""
+        assert isinstance(step, CompressedStep)
         weights, count = self._w, step.num_decode
         cos, sin = rotation(weights.rope, step.all_positions)
         latent, key, *rest = weights.input(x).float().split(self._sizes, dim=-1)

@@ -26,7 +26,7 @@ from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.layers.routed_experts import ClampedSwiGLU, RoutedExperts, Router
 from pocketllm.torch_engine.models.deepseek_v4_config import DeepseekV4Config
-from pocketllm.torch_engine.models.deepseek_v4_names import file_name, is_predictor
+from pocketllm.torch_engine.models.deepseek_v4_names import file_name, predictor_names
 from pocketllm.torch_engine.weights import StoredFeedForward, StoredMatrix, StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class DeepseekV4:
         self._device, self._expert_cache, self._is_gguf = device.device, device.expert_cache, checkpoint.gguf is not None
         self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
         self._file_name = file_name(checkpoint)
-        self._weights = weights = Weights(checkpoint, str, _skipped(checkpoint, config.num_hidden_layers))
+        self._weights = weights = Weights(checkpoint, str, _skipped(checkpoint))
         table = self._take("embed.weight", config.vocab_size, config.hidden_size)
         head = table if config.tie_word_embeddings else self._take("head.weight", config.vocab_size, config.hidden_size)
         self._embedding = layers.embedding(table)
@@ -79,8 +79,11 @@ class DeepseekV4:
 
     def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         cache = cast(CompressedCache, cache)
-        on_device = self._decodes_on_device and isinstance(batch, DeviceBatch) and batch.prompts is None
-        step = batch if on_device else CompressedStep.of(batch, cache.block_size)
+        step: DeviceBatch | CompressedStep
+        if self._decodes_on_device and isinstance(batch, DeviceBatch) and batch.prompts is None:
+            step = batch
+        else:
+            step = CompressedStep.of(batch, cache.block_size)
         lanes = Lanes.of(self._embedding(batch.token_ids), self.config.hc_mult)
         for layer in self._layers:
             lanes.add(layer.attention(layer.attention_site.gather(lanes), step, cache))
@@ -209,9 +212,9 @@ class _Layer:
     num_bytes: int
 
 
-def _skipped(checkpoint: Checkpoint, num_layers: int) -> frozenset[str]:
+def _skipped(checkpoint: Checkpoint) -> frozenset[str]:
     """Tensors of the layers that predict further tokens, said in the log."""
-    skipped = frozenset(tensor.name for tensor in checkpoint.tensors if is_predictor(tensor.name, num_layers))
+    skipped = predictor_names(checkpoint)
     if skipped:
         logger.info("%s predicts further tokens (%d tensors), which is skipped: it is not needed to compute text", checkpoint.path, len(skipped))
     return skipped
