@@ -13,6 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts, fp4_experts_reference
 from pocketllm.torch_engine.kernels.fp4_rows import fp4_down_rows, fp4_gate_up_rows
+from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
+from pocketllm.torch_engine.kernels.grouped_linear import clamped_gated_row
+from pocketllm.torch_engine.kernels.linear import linear_reference
 from pocketllm.torch_engine.kernels.route import clamped_gate, route_by_softplus
 from pocketllm.torch_engine.layers.routed_experts import ClampedSwiGLU, Router
 
@@ -107,3 +110,13 @@ def test_routes(by_token: bool, triton_device: str) -> None:
 def test_clamped_gate(triton_device: str) -> None:
     x = torch.randn(3, 2 * 70).mul(4).to(triton_device)
     assert torch.allclose(clamped_gate(x, 2.5), ClampedSwiGLU(2.5)(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [24, 128])
+def test_clamped_gated_row(rows: int, triton_device: str) -> None:
+    """Gate and up rows that share a block of scales, and such that do not."""
+    values = torch.randn(2 * rows, 64).to(triton_device).to(torch.float8_e4m3fn)
+    weight = Fp8Weight(values, torch.rand(-(-2 * rows // 128), 1).to(triton_device) + 0.5, (128, 128))
+    x = torch.randn(1, 64).to(triton_device)
+    wanted = ClampedSwiGLU(2.5)(linear_reference(x, weight))
+    assert (clamped_gated_row(x, weight, 2.5) - wanted).abs().max() <= 1e-5 * wanted.abs().max()

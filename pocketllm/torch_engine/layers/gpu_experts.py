@@ -6,6 +6,8 @@ import torch
 
 from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts
 from pocketllm.torch_engine.kernels.fp4_rows import fp4_down_rows, fp4_gate_up_rows
+from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
+from pocketllm.torch_engine.kernels.grouped_linear import clamped_gated_row
 from pocketllm.torch_engine.kernels.linear import DenseWeight, linear
 from pocketllm.torch_engine.kernels.route import clamped_gate, route_by_softplus
 from pocketllm.torch_engine.layers.gpu_linear import GpuLinear
@@ -23,11 +25,17 @@ class GpuClampedGate:
         self.num_bytes = gate_up.num_bytes + down.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(clamped_gate(self._gate_up(x), self._limit))
+        return self._down(self._inner(x))
 
     def add(self, output: torch.Tensor, x: torch.Tensor) -> None:
         """Add the result to `output` [num_tokens, hidden_size] float32."""
-        self._down.add(output, clamped_gate(self._gate_up(x), self._limit))
+        self._down.add(output, self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._gate_up.single
+        if x.shape[0] == 1 and isinstance(weight, Fp8Weight) and weight.shape[1] % 16 == 0:
+            return clamped_gated_row(x, weight, self._limit)
+        return clamped_gate(self._gate_up(x), self._limit)
 
 
 class GpuRoutedExperts(RoutedExperts):

@@ -79,11 +79,8 @@ class DeepseekV4:
 
     def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         cache = cast(CompressedCache, cache)
-        step: DeviceBatch | CompressedStep
-        if self._decodes_on_device and isinstance(batch, DeviceBatch) and batch.prompts is None:
-            step = batch
-        else:
-            step = CompressedStep.of(batch, cache.block_size)
+        decodes = self._decodes_on_device and batch.prompts is None if isinstance(batch, DeviceBatch) else False
+        step = batch if isinstance(batch, DeviceBatch) and decodes else CompressedStep.of(batch, cache.block_size)
         lanes = Lanes.of(self._embedding(batch.token_ids), self.config.hc_mult)
         for layer in self._layers:
             lanes.add(layer.attention(layer.attention_site.gather(lanes), step, cache))
