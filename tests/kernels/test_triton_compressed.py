@@ -18,7 +18,8 @@ from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from pocketllm.torch_engine.kernels.compressed_decode import Rows, choose_entries
+from pocketllm.torch_engine.kernels.compressed_decode import choose_entries
+from pocketllm.torch_engine.kernels.compressed_rows import Rows
 from pocketllm.torch_engine.kernels.fp8 import Fp8Weight
 from pocketllm.torch_engine.kernels.grouped_linear import grouped_linear
 from pocketllm.torch_engine.kernels.linear import DenseWeight, linear_reference

@@ -3,19 +3,17 @@
 Nothing is read on the host: grids have the size that the longest context needs, and programs without work end at once. A row of slot -1 is none: nothing
 is stored for it, and its result is 0.
 
-In order: `take_in` stores a token's key and the compressors' inputs, and the entries that it completes; `score_entries` and `choose_entries` find a query's
-best entries, where it has more than it attends to; `attend_compressed` attends, its programs sharing the keys of some heads, and adds up what they found.
+After compressed_take_in.py has stored the rows' tokens, `score_entries` and `choose_entries` find a query's best entries, where it has more than it attends
+to; `attend_compressed` attends, its programs sharing the keys of some heads, and adds up what they found.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from pocketllm.torch_engine.kernels.compressed_rows import Rows, entry_places, rotate_end
 from pocketllm.torch_engine.kernels.launch import device_limits, launch_options, wait_for_inputs
 
 _HEADS = 16  # query heads of a program, the fewest rows of a tensor core
@@ -23,78 +21,6 @@ _KEYS = 32  # that a program attends to at once
 _ENTRIES = 64  # that a program scores at once
 _MOST_SPLITS = 32
 _SORTED = 1024  # scores that are looked at at once
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a step.
-
-    Args:
-        positions: [T] int32, of their tokens.
-        slots: [T] int32, their lines in `tables`, and of their states; or -1.
-        tables: [max_rows, max_blocks] int32, contiguous.
-        block_size: tokens a block.
-        cos, sin: [max_positions, rotary_dim / 2] float32, contiguous.
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tables: torch.Tensor
-    block_size: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of a row."""
-        return self.tables.shape[1] * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class PooledInputs:
-    """One compressor of a layer.
-
-    Args:
-        first: column of its inputs in the projection.
-        width: values of an entry, a power of two.
-        states: [num_slots + 1, span, input_width] float32.
-        bias: [ratio, input_width / 2] float32.
-        norm: weights [width] float32 and eps.
-        entries: [num_entries, width].
-    """
-
-    first: int
-    width: int
-    states: torch.Tensor
-    bias: torch.Tensor
-    norm: tuple[torch.Tensor, float]
-    entries: torch.Tensor
-
-
-def take_in(
-    projected: torch.Tensor, first: int, norm: tuple[torch.Tensor, float], windows: torch.Tensor, compressors: Sequence[PooledInputs], ratio: int,
-    rows: Rows, *, overlaps: bool,
-) -> None:  # fmt: skip
-    """Store each row's token.
-
-    Args:
-        projected: [T, width] float32, its rows contiguous.
-        first: column of the key.
-        norm: of the key, weights [head_dim] float32 and eps.
-        windows: [num_slots + 1, window, head_dim], of the tokens themselves.
-        compressors: none, the attention's, or that and the indexer's.
-        ratio: tokens of an entry.
-        overlaps: an entry is pooled from the tokens before its own, too.
-    """
-    T, head_dim = projected.shape[0], windows.shape[2]
-    none = PooledInputs(0, 1, projected, projected, (projected, 0.0), windows)
-    one, two = (*compressors, none, none)[:2]
-    _take_in_kernel[(1 + len(compressors), T)](
-        projected, projected.stride(0), first, *norm, windows, rows.positions, rows.slots, rows.tables, rows.tables.stride(0), rows.cos, rows.sin,
-        one.first, one.states, one.bias, *one.norm, one.entries, two.first, two.states, two.bias, *two.norm, two.entries,
-        WINDOW=windows.shape[1], DIM=head_dim, ROTARY=2 * rows.cos.shape[1], RATIO=max(1, ratio), OVERLAPS=overlaps,
-        COMPRESSORS=len(compressors), WIDTH=one.width, OTHER=two.width, BLOCK_SIZE=rows.block_size, num_warps=4, **launch_options(projected.device),
-    )  # fmt: skip
 
 
 def score_entries(
@@ -182,94 +108,6 @@ def attend_compressed(
 
 
 @triton.jit
-def _rotate(x, cos, sin, sign, ROWS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """x [ROWS, DIM] float32 with its last ROTARY values rotated, each two neighbours together; cos and sin point to the position's."""
-    place = tl.arange(0, DIM // 2) - (DIM - ROTARY) // 2
-    a = tl.load(cos + place, mask=place >= 0, other=1.0)[None, :]
-    b = tl.load(sin + place, mask=place >= 0, other=0.0)[None, :] * sign
-    even, odd = tl.split(tl.reshape(x, [ROWS, DIM // 2, 2]))
-    return tl.reshape(tl.join(even * a - odd * b, odd * a + even * b), [ROWS, DIM])
-
-
-@triton.jit
-def _entry_places(numbers, has, table, RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the row of `table` keeps its entries `numbers`, int64."""
-    ends = (numbers + 1) * RATIO - 1
-    blocks = tl.load(table + ends // BLOCK_SIZE, mask=has, other=0).to(tl.int64)
-    return blocks * ((BLOCK_SIZE + RATIO - 1) // RATIO) + ends % BLOCK_SIZE // RATIO
-
-
-@triton.jit
-def _compress(
-    inputs, state, bias, norm_weight, eps, entries, table, position, cos, sin,
-    RATIO: tl.constexpr, OVERLAPS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Store one token's inputs, and the entry that it completes."""
-    SPAN: tl.constexpr = 2 * RATIO if OVERLAPS else RATIO
-    VALUES: tl.constexpr = 2 * WIDTH if OVERLAPS else WIDTH  # of a token; as many weights follow them
-    columns = tl.arange(0, 2 * VALUES)
-    tl.store(state + position % SPAN * (2 * VALUES) + columns, tl.load(inputs + columns))
-    if (position + 1) % RATIO == 0:
-        tl.debug_barrier()
-        column = tl.arange(0, WIDTH)
-        window = position // RATIO
-        top = tl.full([WIDTH], -1e30, tl.float32)
-        total = tl.zeros([WIDTH], tl.float32)
-        pooled = tl.zeros([WIDTH], tl.float32)
-        first = tl.where(window == 0, SPAN - RATIO, 0)  # there is no window before the first
-        for place in range(first, SPAN):
-            at = state + (position - SPAN + 1 + place) % SPAN * (2 * VALUES) + tl.where(place >= SPAN - RATIO, VALUES - WIDTH, 0) + column
-            own = bias + place % RATIO * VALUES + tl.where(place >= SPAN - RATIO, VALUES - WIDTH, 0) + column
-            gate = tl.load(at + VALUES) + tl.load(own)
-            higher = tl.maximum(top, gate)
-            share, kept = tl.exp(gate - higher), tl.exp(top - higher)
-            total = total * kept + share
-            pooled = pooled * kept + share * tl.load(at)
-            top = higher
-        pooled = pooled / total
-        pooled = pooled * tl.rsqrt(tl.sum(pooled * pooled, 0) / WIDTH + eps) * tl.load(norm_weight + column)
-        first_position = window * RATIO * (ROTARY // 2)
-        entry = _rotate(tl.reshape(pooled, [1, WIDTH]), cos + first_position, sin + first_position, 1.0, 1, WIDTH, ROTARY)
-        place = _entry_places(window, window >= 0, table, RATIO, BLOCK_SIZE)
-        tl.store(entries + place * WIDTH + column[None, :], entry.to(entries.dtype.element_ty))
-
-
-@triton.jit
-def _take_in_kernel(
-    projected, stride, first, norm_weight, eps, windows, positions, slots, tables, table_stride, cos, sin,
-    first_1, state_1, bias_1, norm_1, eps_1, entries_1, first_2, state_2, bias_2, norm_2, eps_2, entries_2,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, RATIO: tl.constexpr, OVERLAPS: tl.constexpr, COMPRESSORS: tl.constexpr,
-    WIDTH: tl.constexpr, OTHER: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program 0 of a token stores its key, the others are those of the compressors."""
-    part = tl.program_id(0)
-    token = tl.program_id(1)
-    wait_for_inputs(PDL)
-    slot = tl.load(slots + token).to(tl.int64)
-    position = tl.load(positions + token)
-    row = projected + token.to(tl.int64) * stride
-    table = tables + slot * table_stride
-    SPAN: tl.constexpr = 2 * RATIO if OVERLAPS else RATIO
-    INPUTS: tl.constexpr = 4 if OVERLAPS else 2
-    if slot >= 0:
-        if part == 0:
-            column = tl.arange(0, DIM)
-            key = tl.load(row + first + column)
-            key = key * tl.rsqrt(tl.sum(key * key, 0) / DIM + eps) * tl.load(norm_weight + column)
-            at = position * (ROTARY // 2)
-            turned = _rotate(tl.reshape(key, [1, DIM]), cos + at, sin + at, 1.0, 1, DIM, ROTARY)
-            tl.store(windows + (slot * WINDOW + position % WINDOW) * DIM + column[None, :], turned.to(windows.dtype.element_ty))
-        if COMPRESSORS >= 1:  # noqa: SIM102  # known when it is compiled, as the place in the grid is not
-            if part == 1:
-                own = state_1 + slot * (SPAN * INPUTS * WIDTH)
-                _compress(row + first_1, own, bias_1, norm_1, eps_1, entries_1, table, position, cos, sin, RATIO, OVERLAPS, WIDTH, ROTARY, BLOCK_SIZE)
-        if COMPRESSORS >= 2:  # noqa: SIM102
-            if part == 2:
-                own = state_2 + slot * (SPAN * INPUTS * OTHER)
-                _compress(row + first_2, own, bias_2, norm_2, eps_2, entries_2, table, position, cos, sin, RATIO, OVERLAPS, OTHER, ROTARY, BLOCK_SIZE)
-
-
-@triton.jit
 def _score_entries_kernel(
     queries, query_stride, first, projected, stride, first_share, factor, entries, scores, capacity,
     positions, slots, tables, table_stride, cos, sin,
@@ -288,13 +126,13 @@ def _score_entries_kernel(
         is_head = head < HEADS
         query = tl.load(queries + token * query_stride + first + head[:, None] * DIM + column[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
         at = position * (ROTARY // 2)
-        query = _rotate(query, cos + at, sin + at, 1.0, PADDED, DIM, ROTARY).to(entries.dtype.element_ty)
+        query = rotate_end(query, cos + at, sin + at, 1.0, PADDED, DIM, ROTARY).to(entries.dtype.element_ty)
         share = tl.load(projected + token * stride + first_share + head, mask=is_head, other=0.0) * factor
         table = tables + slot * table_stride
         for start in range(begin, count, tl.num_programs(0) * ENTRIES):
             number = start + tl.arange(0, ENTRIES)
             has = number < count
-            place = _entry_places(number, has, table, RATIO, BLOCK_SIZE)
+            place = entry_places(number, has, table, RATIO, BLOCK_SIZE)
             keys = tl.load(entries + place[:, None] * DIM + column[None, :], mask=has[:, None], other=0.0)
             products = tl.dot(keys, tl.trans(query), input_precision="ieee")  # [ENTRIES, PADDED]
             score = tl.sum(tl.maximum(products, 0.0) * share[None, :], 1)
@@ -390,7 +228,7 @@ def _attend_kernel(
         query = tl.load(queries + token * query_stride + head[:, None] * DIM + column[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
         query = query * (tl.rsqrt(tl.sum(query * query, 1) / DIM + query_eps) * scale)[:, None]
         at = position * (ROTARY // 2)
-        query = _rotate(query, cos + at, sin + at, 1.0, HEADS, DIM, ROTARY).to(windows.dtype.element_ty)
+        query = rotate_end(query, cos + at, sin + at, 1.0, HEADS, DIM, ROTARY).to(windows.dtype.element_ty)
         for block in range(split, WINDOW_BLOCKS, splits):
             place = block * KEYS + tl.arange(0, KEYS)
             has = (place < WINDOW) & (place <= position)  # once a row is longer than the window, every place is
@@ -403,7 +241,7 @@ def _attend_kernel(
                 if TOP_K > 0:  # noqa: SIM102
                     if is_chosen:
                         number = tl.load(chosen + token * TOP_K + number, mask=has, other=0)
-                place = _entry_places(number, has, tables + slot * table_stride, RATIO, BLOCK_SIZE)
+                place = entry_places(number, has, tables + slot * table_stride, RATIO, BLOCK_SIZE)
                 top, total, out = _attend_to(query, entries + place[:, None] * DIM + column[None, :], has, top, total, out)
         at_part = (token * splits + split) * num_heads + head
         tl.store(parts + at_part[:, None] * DIM + column[None, :], out, mask=is_head[:, None])
@@ -431,5 +269,5 @@ def _add_up_kernel(
     part = tl.load(parts + at[:, None] * DIM + column[None, :], mask=has[:, None], other=0.0)
     result = tl.sum(part * share[:, None], 0) / (tl.sum(total * share, 0) + tl.exp2(sink - highest))
     position = tl.load(positions + token) * (ROTARY // 2)
-    turned = _rotate(tl.reshape(result, [1, DIM]), cos + position, sin + position, -1.0, 1, DIM, ROTARY)
+    turned = rotate_end(tl.reshape(result, [1, DIM]), cos + position, sin + position, -1.0, 1, DIM, ROTARY)
     tl.store(out + (token * num_heads + head) * DIM + column[None, :], turned.to(out.dtype.element_ty))

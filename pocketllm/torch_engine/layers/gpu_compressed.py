@@ -7,7 +7,9 @@ from typing import cast
 import torch
 
 from pocketllm.torch_engine.device_batch import DeviceBatch
-from pocketllm.torch_engine.kernels.compressed_decode import PooledInputs, Rows, attend_compressed, choose_entries, score_entries, take_in
+from pocketllm.torch_engine.kernels.compressed_decode import attend_compressed, choose_entries, score_entries
+from pocketllm.torch_engine.kernels.compressed_rows import Rows
+from pocketllm.torch_engine.kernels.compressed_take_in import PooledInputs, take_in
 from pocketllm.torch_engine.kernels.grouped_linear import grouped_linear
 from pocketllm.torch_engine.kernels.linear import Weight
 from pocketllm.torch_engine.layers.compressed_attention import CompressedAttention, CompressedAttentionWeights
