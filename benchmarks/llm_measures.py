@@ -90,6 +90,11 @@ class MeasuredLLM:
     def close(self) -> None:
         self._llm.close()
 
+    def expert_stats(self) -> dict[str, int]:
+        """Of experts that stay in their file: `lookups`, `hits`, and `bytes` that are in memory."""
+        stats = self._llm._service.stats()
+        return {"lookups": stats.expert_lookups, "hits": stats.expert_hits, "bytes": stats.expert_bytes}
+
     def prefill(self, rows: int, tokens: int, samples: int) -> list[float]:
         """Tokens a second, from the call to its return with the first token of each row; the first call, which compiles, is left out."""
         seconds = [self._seconds(rows, tokens, 1) for _ in range(samples + 2)]
