@@ -56,4 +56,5 @@ class Product:
             self._graph.replay()
         after.record()
         torch.cuda.synchronize()
-        return before.elapsed_time(after) / 1e3
+        seconds: float = before.elapsed_time(after) / 1e3
+        return seconds
