@@ -8,8 +8,8 @@ x is loaded in assembly too: Triton would spread its loads over the threads in a
 through shared memory. A thread that loads four words at once needs the fewest loads, but 64 bytes of float32 x and as many of the norm's weights:
 the loads of a warp's threads then fall on the same banks of the L1 cache, half as often with two words. Products and sums are float32.
 
-Tried on an H200 and left: the float16 pairs on tensor cores (of a product of 16 x 8 one row of x wants one column, so it costs more than it saves, and x
-has to be rounded), and the rest of a program's rows brought into L2 before the wait for x, which other programs' loads pay for.
+Tried on an H200 and left: the float16 pairs on tensor cores (of a product of 16 x 8 one row of x wants one column: with x in two float16 it was slower in
+every tile), and the rest of a program's rows brought into L2 before the wait for x (slower too).
 """
 
 from __future__ import annotations
