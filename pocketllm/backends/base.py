@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ class Capabilities:
         prefix_caching: KV of an equal prompt prefix is reused.
         logprobs: log probabilities of a row's tokens, with up to MAX_LOGPROBS alternatives each.
         structured_outputs: `EngineRequest.constraint` is honoured.
-        penalties, logit_bias: as the request fields of that name need.
+        penalties: frequency and presence penalty; this and the seven below are what `EngineRequest.terms` may hold.
+        repetition_penalty, logit_bias, min_p, min_tokens, allowed_token_ids, bad_words: the fields of LogitTerms.
+        stop_token_ids, ignore_eos: a request's own ids end a row, and the checkpoint's don't where it says so.
+        priority: `EngineRequest.priority` orders the rows.
         speculative_methods: names accepted by `speculative_method`.
         details: facts for people, such as the weight layout and its size; never branched on.
     """
@@ -60,7 +64,15 @@ class Capabilities:
     logprobs: bool = False
     structured_outputs: bool = False
     penalties: bool = False
+    repetition_penalty: bool = False
     logit_bias: bool = False
+    min_p: bool = False
+    min_tokens: bool = False
+    allowed_token_ids: bool = False
+    bad_words: bool = False
+    stop_token_ids: bool = False
+    ignore_eos: bool = False
+    priority: bool = False
     speculative_methods: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -98,9 +110,13 @@ class EngineRequest:
         top_p: in (0, 1]; 1 is off.
         top_k: 0 is off.
         seed: seed of this row's own random stream.
-        eos_token_ids: ids that end the row; the id itself is not part of the answer.
+        eos_token_ids: ids that end the row, the checkpoint's and the request's own; the id itself is not part of the answer.
+        stop_token_ids: those of them that the request named itself.
+        ignores_eos: the request has it that no others end the row.
         logprobs: how many alternatives to rank at each token, 0 for the drawn token's own log probability alone; None ranks nothing.
         constraint: what the row may say, or None for anything.
+        terms: what changes the logits, or None for nothing.
+        priority: rows with a lower number are started first and preempted last; of equal ones, those that came first.
     """
 
     request_id: str
@@ -113,6 +129,10 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     constraint: TokenConstraint | None = field(default=None, compare=False)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignores_eos: bool = False
+    terms: LogitTerms | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

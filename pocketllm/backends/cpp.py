@@ -146,10 +146,13 @@ class CppBackend(Backend):
         if self._engine is None:
             state = "The engine is closed: it takes no more requests." if self._closed else "The model is still loading: try again when /ready answers 200."
             raise BackendUnavailableError(state)
-        eos = request.eos_token_ids or self._fallback_eos
-        if self._replaced_eos and eos:
-            # A grammar ends on the ids that it was made with, so those still end its row.
-            eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos = request.eos_token_ids - request.stop_token_ids
+        if not request.ignores_eos:
+            eos = eos or self._fallback_eos
+            if self._replaced_eos and eos:
+                # A grammar ends on the ids that it was made with, so those still end its row.
+                eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos |= request.stop_token_ids
         check_request(request, self._capabilities)
         self._engine.submit(request, eos, on_step)
 

@@ -158,7 +158,7 @@ class GpuFlight:
             if sample in self._errors:
                 results[place] = self._errors[sample]
             elif status[sample]:
-                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed()
+                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed(request)
             elif request.logprobs is None or ids[sample] in request.eos_token_ids:
                 results[place] = Draw(ids[sample])
             else:

@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.block_pool import ROOT, BlockPool, hash_block
 from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
+
+if TYPE_CHECKING:
+    from pocketllm.torch_engine.logit_edits import RowEdits, SentEdits
 
 RowFinish = Literal["stop", "length"]
 
@@ -44,6 +47,7 @@ class Row:
         is_complete: nothing may follow the token that the row has just drawn.
         slot: a running row's own number, in a hybrid model also that of its state slot; else -1.
         snapshot: the newest that was taken of it while it runs.
+        edits: what changes its logits, once it has been asked for; belongs to the runner.
         snapshot_end: tokens up to the last whole block that lay before the row's last token when it started.
     """
 
@@ -58,6 +62,7 @@ class Row:
     slot: int = -1
     snapshot: Snapshot | None = None
     snapshot_end: int = 0
+    edits: RowEdits | SentEdits | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from pocketllm.backends.base import EngineRequest, TokenLogprobs
+from pocketllm.torch_engine.logit_edits import LogitEdits
 from pocketllm.torch_engine.logprobs import LOWEST, largest
 from pocketllm.torch_engine.masks import Words
 from pocketllm.torch_engine.rank_group import RankGroup
-from pocketllm.torch_engine.sampler import CANDIDATES, Candidates, bias, draw_among, is_greedy
+from pocketllm.torch_engine.sampler import CANDIDATES, Candidates, bias, draw_among, edited, is_greedy
 
 _NO_ID = -1.0
 
@@ -48,11 +49,16 @@ class ShardedSampler:
         self._group, self._vocab_size = group, vocab_size
         self._mine = group.share.nearly(vocab_size)
 
-    def draw(self, logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, Words]) -> list[SharedDraw]:
+    def draw(
+        self, logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, Words], edits: Mapping[int, LogitEdits]
+    ) -> list[SharedDraw]:
         """One result a row of `logits` [num_rows, ids of this rank] float32. On the other ranks than 0 they are not to be used."""
-        own = logits.clone() if masks else logits
+        own = logits.clone() if masks or edits else logits
+        for row, changes in edits.items():
+            own[row] = edited(own[row], changes, self._mine.start)
         for row, words in masks.items():
             own[row] += bias(words, self._vocab_size)[self._mine.start : self._mine.stop]
+        self._cut_unlikely(own, requests, {row: changes.terms.min_p for row, changes in edits.items() if changes.terms.min_p > 0})
         lines = [self._line(logits[row], own[row], request) for row, request in enumerate(requests)]
         told = torch.stack(self._group.gather(torch.tensor([number for line in lines for number in line], dtype=torch.float64)))  # [size, all widths]
         leads = self._group.share.index == 0
@@ -68,6 +74,15 @@ class ShardedSampler:
                     if leads:
                         ids[place] = rows[place].draw(draws[place], whole[line])
         return [SharedDraw(token_id, row.is_finite, row.logprobs()) for row, token_id in zip(rows, ids, strict=True)]
+
+    def _cut_unlikely(self, own: torch.Tensor, requests: Sequence[EngineRequest], min_ps: Mapping[int, float]) -> None:
+        """Minus infinity where an id of `own` is less likely than min_p of the row, by row, times the likeliest id of all ranks."""
+        drawing = {row: min_p for row, min_p in min_ps.items() if not is_greedy(requests[row])}
+        if not drawing:
+            return
+        largest = torch.stack(self._group.gather(own[list(drawing)].max(dim=-1).values)).max(dim=0).values.double()
+        for best, (row, min_p) in zip(largest, drawing.items(), strict=True):
+            own[row][(own[row].double() - best) / requests[row].temperature < math.log(min_p)] = -math.inf
 
     def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest) -> list[float]:
         """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),
