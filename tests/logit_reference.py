@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pocketllm.backends.base import EngineRequest
-from pocketllm.backends.logit_terms import NO_TERMS
+from pocketllm.backends.logit_terms import NO_TERMS, LogitTerms
 from pocketllm.torch_engine.sampler import gumbel
 
 
@@ -43,7 +43,7 @@ def changed_logits(
 
 def kept_ids(logits: npt.NDArray[np.float64], request: EngineRequest) -> npt.NDArray[np.int64]:
     """The ids that may be drawn from `changed_logits`, most likely first; at least one is finite."""
-    order = np.argsort(-logits, kind="stable")
+    order: npt.NDArray[np.int64] = np.argsort(-logits, kind="stable")
     order = order[: np.isfinite(logits).sum()]
     if request.temperature == 0 or request.top_k == 1:
         return order[:1]
@@ -64,3 +64,44 @@ def draw(logits: npt.NDArray[np.float32], request: EngineRequest, answer: Sequen
     if len(kept) == 1:
         return int(kept[0])
     return int(kept[int((changed[kept] / request.temperature + gumbel(request.seed, len(answer), kept)).argmax())])
+
+
+def rows_of_terms(vocab_size: int, ends: frozenset[int], max_tokens: int = 12) -> list[EngineRequest]:
+    """Rows of every feature, alone and with the others, greedy and drawn, between rows that have none, for a model that draws `ends` now and then."""
+    some = tuple(sorted({*ends, *range(0, vocab_size, 3)}))
+    kinds: dict[str, tuple[LogitTerms | None, dict[str, object]]] = {
+        "plain": (None, {"temperature": 0.0}),
+        "drawn": (None, {"temperature": 1.1, "top_k": 40}),
+        "repetition": (LogitTerms(1.9), {"temperature": 0.0}),
+        "frequency": (LogitTerms(frequency_penalty=1.5), {"temperature": 0.0}),
+        "presence": (LogitTerms(presence_penalty=-1.5), {"temperature": 0.9, "top_k": 20}),
+        "bias": (LogitTerms(logit_bias=((1, 6.0), (vocab_size - 1, 5.0))), {"temperature": 1.3, "top_k": 8}),
+        "min_p": (LogitTerms(min_p=0.3), {"temperature": 1.5, "top_k": 40}),
+        "min_tokens": (LogitTerms(min_tokens=5), {"temperature": 0.0}),
+        "allowed": (LogitTerms(allowed_token_ids=some), {"temperature": 1.0, "top_p": 0.9, "top_k": 40}),
+        "bad words": (LogitTerms(frequency_penalty=-0.5, bad_words=((2,), *((a, b) for a in range(0, vocab_size, 2) for b in (1, 4)), (3, 3, 3))), {}),
+        "all": (
+            LogitTerms(1.2, 0.4, 0.3, ((1, 3.0), (5, 2.0)), 0.02, 4, some, ((3,), *((a, a) for a in range(0, vocab_size, 6)))),
+            {"temperature": 1.2, "top_p": 0.95, "top_k": 40},
+        ),
+    }
+    prompts = [tuple((7 * place + 3 * length) % vocab_size for place in range(length)) for length in (3, 18, 7)]
+    return [
+        EngineRequest(name, prompts[place % 3], max_tokens, seed=place + 3, eos_token_ids=ends, terms=terms, **options)  # type: ignore[arg-type]
+        for place, (name, (terms, options)) in enumerate(kinds.items())
+    ]
+
+
+def check_answer(request: EngineRequest, answer: Sequence[int], has_stopped: bool, logits: npt.NDArray[np.float32]) -> None:
+    """An answer of an engine, token by token.
+
+    Args:
+        has_stopped: an id ended it that it does not have.
+        logits: [len(prompt) + len(answer), vocab_size], what the model gives after each token of both.
+    """
+    start = len(request.prompt_token_ids) - 1
+    for place, token_id in enumerate(answer):
+        assert draw(logits[start + place], request, answer[:place]) == token_id, (request.request_id, place)
+    assert len(answer) == request.max_tokens or has_stopped, request.request_id
+    if has_stopped:
+        assert draw(logits[start + len(answer)], request, answer) in request.eos_token_ids, request.request_id

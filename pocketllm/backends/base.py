@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.errors import UnsupportedFeatureError
@@ -22,6 +22,20 @@ EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
 HealthState = Literal["loading", "ready", "dead", "closed"]
 
 MAX_LOGPROBS = 20  # alternatives at each token
+
+# What a plane declares that does all of logit_terms.py, ends rows as a request says, and orders them.
+SAMPLER_FLAGS = (
+    "penalties",
+    "repetition_penalty",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "stop_token_ids",
+    "ignore_eos",
+    "priority",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +235,11 @@ class Backend(ABC):
     The plane runs one engine thread; `on_step` is called on it and must return at once.
 
     Attributes:
+        DECLARES: the flags of Capabilities that are true of each loaded plane of this kind, where they are false by default.
         on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
     """
 
+    DECLARES: ClassVar[frozenset[str]] = frozenset()
     on_death: Callable[[str], None] | None = None
 
     @property

@@ -1,5 +1,8 @@
 """Continuous batching over plain ints: which rows run, how many tokens each computes this step, in which blocks.
 
+Rows are in the order of their priority, lower numbers first, and within one in that of their arrival: so they start, so they run, and so, from
+the end, they are preempted. A row that waits takes nothing from one that runs, whatever their priorities.
+
 There are no phases. A row catches up `num_computed_tokens` to its length within a budget of prompt tokens a step; the step
 in which it catches up gives its next token. Preemption frees a row's blocks and recomputes them later.
 
@@ -14,6 +17,7 @@ a snapshot of the state is to be taken, and it starts from cached blocks only as
 
 from __future__ import annotations
 
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +81,10 @@ class Row:
         return len(self.token_ids) - self.num_computed_tokens
 
 
+def _priority(row: Row) -> int:
+    return row.request.priority
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
     """`num_tokens` of `row`, from its num_computed_tokens on, in this step. `samples` when that reaches the row's end."""
@@ -134,9 +142,9 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, request: EngineRequest) -> Row:
-        """Queue a request behind those that wait."""
+        """Queue a request behind those that wait with its priority or a lower number."""
         row = Row(request)
-        self.waiting.append(row)
+        insort_right(self.waiting, row, key=_priority)
         return row
 
     def remove(self, row: Row) -> None:
@@ -183,7 +191,7 @@ class Scheduler:
             return step  # a row that comes back now would take the blocks it just gave up
         while self.waiting and len(self.running) < self.max_batch_size and budget > 0 and self._start(self.waiting[0]):
             row = self.waiting.popleft()
-            self.running.append(row)
+            insort_right(self.running, row, key=_priority)
             count = self._cut(row, int(min(row.num_pending_tokens, budget)))
             budget -= count
             step.append(ScheduledRow(row, count, count == row.num_pending_tokens))
@@ -236,18 +244,20 @@ class Scheduler:
         return updates
 
     def preempt(self, row: Row) -> None:
-        """Free a running row's blocks and slot and put it first in the queue; what it computed is recomputed later."""
+        """Free a running row's blocks and slot and put it first among those of its priority in the queue; what it computed is recomputed later."""
         assert row.token_ids[-1] != UNKNOWN, "a row is preempted while its id is under way"
         self.running.remove(row)
         self._release(row)
         row.num_computed_tokens = 0
-        self.waiting.appendleft(row)
+        insort_left(self.waiting, row, key=_priority)
         self.num_preemptions += 1
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless rows, tables and pool agree."""
         self.pool.check_integrity(row.block_table for row in self.running)
         assert len(self.running) <= self.max_batch_size, "more rows run than there are slots"
+        for rows in (self.running, self.waiting):
+            assert sorted(map(_priority, rows)) == list(map(_priority, rows)), "a row is before one with a lower number as its priority"
         for row in self.running:
             assert row.num_computed_tokens < len(row.token_ids), "a running row has nothing to compute"
             assert self._blocks_for(row.num_computed_tokens) <= len(row.block_table), "computed tokens have no block"

@@ -69,10 +69,13 @@ class ShardedSampler:
             wanted = self._group.gather(wanted)[0]  # as rank 0 says
             places = wanted.nonzero().squeeze(-1)
             if places.numel():
-                whole = self._group.gather_columns(own[places], [len(part) for part in self._group.share.all_nearly(self._vocab_size)])
+                widths = [len(part) for part in self._group.share.all_nearly(self._vocab_size)]
+                whole = self._group.gather_columns(own[places], widths)
+                has_others = any(_reports_others(requests[place]) for place in places.tolist())
+                raw = self._group.gather_columns(logits[places], widths) if has_others else whole
                 for line, place in enumerate(places.tolist()):
                     if leads:
-                        ids[place] = rows[place].draw(draws[place], whole[line])
+                        ids[place] = rows[place].draw(draws[place], whole[line], raw[line])
         return [SharedDraw(token_id, row.is_finite, row.logprobs()) for row, token_id in zip(rows, ids, strict=True)]
 
     def _cut_unlikely(self, own: torch.Tensor, requests: Sequence[EngineRequest], min_ps: Mapping[int, float]) -> None:
@@ -86,7 +89,8 @@ class ShardedSampler:
 
     def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest) -> list[float]:
         """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),
-        that of exp(logit), then candidates and, where the row asked for log probabilities, the most likely ids: ids and logits. Its width is the request's."""
+        that of exp(logit), then candidates and, where the row asked for log probabilities, the most likely ids: ids and logits, of candidates the model's
+        logits too where the row reports others than it draws from. Its width is the request's."""
         best, best_own = float(raw.max()), float(own.max())
         line = [best, best_own, 0.0, 0.0]
         if math.isfinite(best) and math.isfinite(best_own) and not is_greedy(request):
@@ -99,6 +103,8 @@ class ShardedSampler:
             found, ids = largest(values, min(count, values.shape[0])) if math.isfinite(float(values.max())) else ([], [])
             missing = count - len(ids)
             line += [id_ + self._mine.start for id_ in ids] + [_NO_ID] * missing + found + [-math.inf] * missing
+            if values is own and _reports_others(request):
+                line += raw[ids].tolist() + [-math.inf] * missing
         return line
 
 
@@ -116,19 +122,27 @@ class _Row:
         self.is_finite = math.isfinite(float(self._bests.max()))  # a NaN anywhere is the maximum
         self._own_bests, self._scaled_sums, self._sums = told[:, 1], told[:, 2], told[:, 3]
         self._candidates = _merged(told[:, 4:], num_candidates)
-        self._top = _merged(told[:, 4 + 2 * num_candidates :], request.logprobs or 0)
-        self._drawn: tuple[int, float] | None = None  # and its logit
+        end = 4 + 2 * num_candidates
+        self._raw = dict(self._candidates)
+        if _reports_others(request):
+            ids, values = told[:, 4 : 4 + num_candidates].flatten().tolist(), told[:, end : end + num_candidates].flatten().tolist()
+            self._raw = {int(id_): value for id_, value in zip(ids, values, strict=True) if id_ != _NO_ID}
+            end += num_candidates
+        self._top = _merged(told[:, end:], request.logprobs or 0)
+        self._drawn: tuple[int, float] | None = None  # and the model's logit of it
         self.needs_all = False
 
-    def draw(self, number: int, whole: torch.Tensor | None = None) -> int | None:
-        """Draw number `number`. Where it can't be told from the candidates, `needs_all` is set, until `whole`, the row's logits after its mask, is there."""
+    def draw(self, number: int, whole: torch.Tensor | None = None, raw: torch.Tensor | None = None) -> int | None:
+        """Draw number `number`. Where it can't be told from the candidates, `needs_all` is set, until `whole`, the row's logits after its edits and its mask,
+        and `raw`, those of the model, are there."""
         best = float(self._own_bests.max())
         if not self.is_finite or not math.isfinite(best):
             return None
         request = self._request
         if is_greedy(request):
-            self._drawn = self._candidates[0]
-            return self._drawn[0]
+            best_id = self._candidates[0][0]
+            self._drawn = best_id, self._raw[best_id]
+            return best_id
         weights = (self._own_bests - best) / request.temperature + self._scaled_sums
         weights[~torch.isfinite(self._own_bests)] = -math.inf
         values = torch.tensor([logit for _, logit in self._candidates], dtype=torch.float64)
@@ -139,8 +153,7 @@ class _Row:
         self.needs_all = token_id is None
         if token_id is None:
             return None
-        logits = dict(self._candidates) if whole is None else {token_id: float(whole[token_id])}
-        self._drawn = token_id, logits[token_id]
+        self._drawn = token_id, self._raw[token_id] if raw is None else float(raw[token_id])
         return token_id
 
     def logprobs(self) -> TokenLogprobs | None:
@@ -163,6 +176,11 @@ def _num_candidates(request: EngineRequest, vocab_size: int) -> int:
     if is_greedy(request):
         return 1
     return request.top_k if 0 < request.top_k < vocab_size else min(CANDIDATES, vocab_size)
+
+
+def _reports_others(request: EngineRequest) -> bool:
+    """Whether the row's log probabilities are of other logits than those that it draws from."""
+    return request.terms is not None and request.logprobs is not None
 
 
 def _may_need_all(request: EngineRequest, vocab_size: int) -> bool:
