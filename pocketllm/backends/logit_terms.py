@@ -42,5 +42,10 @@ class LogitTerms:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    def named_ids(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The ids in each field that has some."""
+        words = tuple(token_id for word in self.bad_words for token_id in word)
+        return ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias)), ("allowed_token_ids", self.allowed_token_ids or ()), ("bad_words", words)
+
 
 NO_TERMS = LogitTerms()

@@ -82,7 +82,7 @@ def edited(logits: torch.Tensor, edits: LogitEdits, start: int = 0) -> torch.Ten
     ids, seen, added, terms = edits.ids - start, edits.seen, edits.added, edits.terms
     if len(ids) == 0:
         return own
-    if start or own.shape[0] <= ids.max():
+    if start or own.shape[0] <= ids.max():  # ids of other ranks; and an end of rows that some checkpoints name is no id of theirs
         here = (ids >= 0) & (ids < own.shape[0])
         ids, seen, added = ids[here], seen[here], added[here]
     array = own.numpy()

@@ -9,8 +9,10 @@ import pytest
 import torch
 from term_rows import ALL, ALONE, ENDS, EVERY, PROMPT, VOCAB, logits_of, request, requests_of, row_of
 
-from pocketllm.backends.base import EngineRequest
+from pocketllm.backends.base import Capabilities, EngineRequest
 from pocketllm.backends.logit_terms import LogitTerms
+from pocketllm.backends.terms import check_request
+from pocketllm.errors import ConfigurationError
 from pocketllm.torch_engine.logit_edits import RowEdits, edits_of
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.sampler import edited, sample
@@ -129,3 +131,17 @@ def test_the_oracle_itself() -> None:
     for min_p, top_k, top_p, kept in ((0.5, 0, 1.0, 2), (0.61, 0, 1.0, 1), (0.0, 3, 1.0, 3), (0.0, 0, 0.6, 2), (0.5, 0, 0.6, 1), (0.2, 2, 0.9, 2)):
         cut = dataclasses.replace(one, terms=LogitTerms(min_p=min_p), top_k=top_k, top_p=top_p)
         assert kept_ids(probs, cut).tolist() == list(range(kept)), (min_p, top_k, top_p)
+
+
+def test_an_end_that_the_model_does_not_have_is_no_id() -> None:
+    one = dataclasses.replace(request(LogitTerms(min_tokens=3), temperature=0.0), eos_token_ids=frozenset({7, VOCAB + 3}))
+    logits = logits_of(1, 4)
+    assert drawn(logits, [row_of(one, [])]) == [draw(logits[0].numpy(), dataclasses.replace(one, eos_token_ids=frozenset({7})), [])]
+
+
+@pytest.mark.parametrize("terms", [LogitTerms(logit_bias=((50, 1.0),)), LogitTerms(allowed_token_ids=(1, 50)), LogitTerms(bad_words=((1, -1),))])
+def test_ids_outside_the_vocabulary_are_refused_at_the_door(terms: LogitTerms) -> None:
+    capabilities = Capabilities("torch", "cpu", 1, 64, 50)
+    with pytest.raises(ConfigurationError, match="no token of this model") as caught:
+        check_request(EngineRequest("a", (1,), 1, terms=terms), capabilities)
+    assert caught.value.param in ("logit_bias", "allowed_token_ids", "bad_words")

@@ -30,7 +30,7 @@ def edit_logits(logits: torch.Tensor, numbers: torch.Tensor, num_edited: int, la
         last_ids: [num_slots] int64, the id that each slot's row drew last.
         tile: entries that a program reads at once, a power of two.
     """
-    _edit[(num_edited,)](logits, logits.stride(0), numbers, last_ids, HEAD=HEAD, TILE=tile, num_warps=4, **launch_options(logits.device))
+    _edit[(num_edited,)](logits, logits.stride(0), logits.shape[1], numbers, last_ids, HEAD=HEAD, TILE=tile, num_warps=4, **launch_options(logits.device))
 
 
 def cut_unlikely(logits: torch.Tensor, numbers: torch.Tensor, num_cut: int, how: SamplingTensors, *, chunk: int = 4096) -> None:
@@ -62,7 +62,7 @@ def _changed(value, seen, repetition, frequency, presence):
 
 
 @triton.jit
-def _edit(logits, row_stride, numbers, last_ids, HEAD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _edit(logits, row_stride, vocab_size, numbers, last_ids, HEAD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     head = numbers + tl.program_id(0) * HEAD
     row_logits = logits + tl.load(head).to(tl.int64) * row_stride
@@ -87,6 +87,7 @@ def _edit(logits, row_stride, numbers, last_ids, HEAD: tl.constexpr, TILE: tl.co
         added = tl.load(table + 2 * count + at, mask=inside, other=0).to(tl.float32, bitcast=True)
         is_last = inside & (ids == last)
         number_found += is_last.to(tl.int32)
+        inside &= ids < vocab_size  # an end of rows that some checkpoints name is no id of theirs
         value = tl.load(row_logits + ids, mask=inside, other=0.0)
         value = _changed(value, seen + tl.where(is_last, 2, 0), repetition, frequency, presence) + added
         tl.store(row_logits + ids, value, mask=inside)
