@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pocketllm.backends.base import (
     MAX_LOGPROBS,
+    SAMPLER_FLAGS,
     Backend,
     Capabilities,
     EngineRequest,
@@ -50,6 +51,8 @@ class CppBackend(Backend):
         ConfigurationError: an option that this plane can't honour, before anything is loaded.
     """
 
+    DECLARES = frozenset({"logprobs", "structured_outputs", *SAMPLER_FLAGS})
+
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
@@ -59,9 +62,9 @@ class CppBackend(Backend):
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
         self._fallback_eos: frozenset[int] = frozenset()  # of the tokenizer, where the checkpoint names none
-        self._capabilities = Capabilities(
-            "cpp", "cpu", args.max_batch_size or 0, self._context_length, int(checkpoint.config["vocab_size"]), logprobs=True, structured_outputs=True
-        )
+        declared = dict.fromkeys(self.DECLARES, True)
+        vocab_size = int(checkpoint.config["vocab_size"])
+        self._capabilities = Capabilities("cpp", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, **declared)  # type: ignore[arg-type]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -117,6 +120,7 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            **dict.fromkeys(SAMPLER_FLAGS, caps.logit_terms),
             speculative_methods=tuple(caps.speculative_methods),
             details={
                 "compute_dtype": config.dtype,
@@ -204,6 +208,8 @@ class _Engine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
+            priority=request.priority,
         )
         with self._lock:
             if request_id in self._active:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pocketllm.backends.base import EngineRequest
-from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.torch_engine.kernels.logit_edits import CUT_HEAD, HEAD, cut_unlikely, edit_logits
 from pocketllm.torch_engine.kernels.sampler import SamplingTensors
 from pocketllm.torch_engine.logit_edits import LogitEdits
@@ -29,25 +29,27 @@ class DeviceEdits:
     """
 
     def __init__(self, edits: Mapping[int, LogitEdits], requests: Sequence[EngineRequest], slots: Sequence[int], device: torch.device) -> None:
-        edited = [(row, one) for row, one in edits.items() if one.table.shape[1] or one.pairs.shape[1] or one.awaits_last]
+        edited = [(row, one) for row, one in edits.items() if len(one.table) or one.awaits_last]
         cut = [(row, one.terms.min_p, requests[row].temperature) for row, one in edits.items() if one.terms.min_p > 0 and not is_greedy(requests[row])]
         self._num_edited, self._num_cut = len(edited), len(cut)
-        total = len(edited) * HEAD + sum(one.table.size + one.pairs.size for _, one in edited) + len(cut) * CUT_HEAD
-        host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")  # of a pool that waits for the transfer before it reuses it
-        raw = host.numpy()
         first_cut = len(edited) * HEAD  # the heads of both kinds, then what those of the first point to
         at = first_cut + len(cut) * CUT_HEAD
-        for place, (row, one) in enumerate(edited):
-            table_end = at + one.table.size
-            end = table_end + one.pairs.size
-            raw[at:table_end].reshape(3, -1)[:] = one.table
-            raw[table_end:end].reshape(2, -1)[:] = one.pairs
-            head = (row, slots[row] if one.awaits_last else -1, at, one.table.shape[1], table_end, one.pairs.shape[1], *_penalty_bits(one.terms))
-            raw[place * HEAD : place * HEAD + len(head)] = head
-            at = end
-        for place, (row, min_p, temperature) in enumerate(cut):
-            first = first_cut + place * CUT_HEAD
-            raw[first : first + CUT_HEAD] = row, _bits(-math.log(min_p) * temperature)
+        heads: list[tuple[int, ...]] = []
+        parts: list[npt.NDArray[np.int32]] = []
+        for row, one in edited:
+            table, pairs = one.table, one.pairs
+            pairs_at = at + table.size
+            heads.append((row, slots[row] if one.awaits_last else -1, at, len(table), pairs_at, len(pairs), *one.penalty_bits, 0, 0, 0))
+            parts += (table.ravel(), pairs.ravel())
+            at = pairs_at + pairs.size
+        host = torch.empty(at, dtype=torch.int32, pin_memory=device.type == "cuda")  # of a pool that waits for the transfer before it reuses it
+        raw = host.numpy()
+        if edited:
+            raw[:first_cut] = np.array(heads, np.int32).ravel()
+            np.concatenate(parts, out=raw[first_cut + len(cut) * CUT_HEAD :])
+        if cut:
+            depths = np.array([-math.log(min_p) * temperature for _, min_p, temperature in cut], np.float32)
+            raw[first_cut : first_cut + len(cut) * CUT_HEAD] = np.stack([np.array([row for row, *_ in cut], np.int32), depths.view(np.int32)], axis=1).ravel()
         self.numbers = host.to(device, non_blocking=True)
         self.cut_numbers = self.numbers[first_cut:]
 
@@ -62,11 +64,3 @@ class DeviceEdits:
             edit_logits(logits, self.numbers, self._num_edited, last_ids)
         if self._num_cut:
             cut_unlikely(logits, self.cut_numbers, self._num_cut, how)
-
-
-def _bits(value: float) -> int:
-    return int(np.float32(value).view(np.int32))
-
-
-def _penalty_bits(terms: LogitTerms) -> tuple[int, int, int]:
-    return _bits(terms.repetition_penalty), _bits(terms.frequency_penalty), _bits(terms.presence_penalty)

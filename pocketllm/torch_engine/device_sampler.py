@@ -14,7 +14,7 @@ from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.torch_engine.device_edits import DeviceEdits
 from pocketllm.torch_engine.kernels.logprobs import device_logprobs
 from pocketllm.torch_engine.kernels.sampler import NOT_FINITE, NOTHING_ALLOWED, LastIds, SamplingTensors, sample_tokens
-from pocketllm.torch_engine.logit_edits import LogitEdits
+from pocketllm.torch_engine.logit_edits import LogitEdits, penalty_bits
 
 __all__ = ["NOTHING_ALLOWED", "NOT_FINITE", "DeviceSampler", "DrawnTokens"]
 
@@ -89,7 +89,8 @@ class DeviceSampler:
         ]
         self._next = 0
         self._values = torch.zeros((4, max_rows), dtype=torch.int64, device=device)
-        self._masks = torch.zeros((max_rows, num_words), dtype=torch.int32, device=device)
+        self._masks = torch.zeros((2 * max_rows, num_words), dtype=torch.int32, device=device)  # of the step, then those that stay, by slot
+        self._staying: dict[int, npt.NDArray[np.uint32]] = {}  # by slot
         self._has_cuts, self._has_masks = False, False
         self._is_greedy = True  # every temperature on the device is 0, and nothing else is read of such rows
         self._ranked: list[int] = []
@@ -111,7 +112,8 @@ class DeviceSampler:
         Args:
             requests: the rows' requests, for their sampling.
             draws: how many tokens each row has drawn before.
-            masks: by row, words of bits as `TokenConstraint.fill` writes them.
+            masks: by row, words of bits as `TokenConstraint.fill` writes them. One that can't be written to stays as it is: its row, which has edits, has
+                the same array at every draw.
             edits: by row, what its terms change.
             slots: each row's, where `draw` finds the id that it drew last; rows without edits need none.
         """
@@ -138,14 +140,27 @@ class DeviceSampler:
         temperature[count:] = 0  # rows that stand for none, in a graph of more rows
         mask_rows[:] = -1
         words = stage.masks.numpy()
-        for line, (row, mask) in enumerate(masks.items()):
+        line = 0
+        for row, mask in masks.items():
+            if not mask.flags.writeable:  # it stays as it is, so it is sent once
+                mask_rows[row] = self._staying_line(slots[row], mask)
+                continue
             mask_rows[row] = line
             words[line] = mask.view(np.int32)
+            line += 1
         self._values.copy_(stage.values, non_blocking=True)
-        if masks:
-            self._masks[: len(masks)].copy_(stage.masks[: len(masks)], non_blocking=True)
+        if line:
+            self._masks[:line].copy_(stage.masks[:line], non_blocking=True)
         if stage.read is not None:
             stage.read.record()
+
+    def _staying_line(self, slot: int, mask: npt.NDArray[np.uint32]) -> int:
+        """Where on the device the mask is that the row in `slot` has at every draw."""
+        line = self._max_rows + slot
+        if self._staying.get(slot) is not mask:
+            self._staying[slot] = mask
+            self._masks[line].copy_(torch.from_numpy(mask.view(np.int32).copy()))
+        return line
 
     def compile(self, keep: LastIds) -> None:
         """Launch every kernel that a `draw` with `keep`, of one row, may launch, so that none is compiled while somebody waits. While no draw is under way."""
@@ -154,7 +169,7 @@ class DeviceSampler:
             for has_cuts in (False, True):
                 drawn = sample_tokens(logits, self.tensors(has_masks=has_masks), has_cuts=has_cuts, keep=keep)
             terms = LogitTerms(repetition_penalty=2.0, min_p=0.5)
-            edits = LogitEdits(terms, np.zeros((3, 1), np.int32), np.zeros((2, 1), np.int32), awaits_last=True)
+            edits = LogitEdits(terms, np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), True, penalty_bits(terms))
             DeviceEdits({0: edits}, [EngineRequest("", (0,), 1, 1.0, terms=terms)], (0,), self._device).apply(
                 logits, self.tensors(has_masks=has_masks), keep.ids
             )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.backends.logit_terms import NO_TERMS, LogitTerms
-from pocketllm.torch_engine.logit_edits import LogitEdits, SentEdits, edits_of, has_mask
+from pocketllm.torch_engine.logit_edits import LogitEdits, SentEdits, edits_of, has_mask, penalty_bits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
 
@@ -125,7 +125,7 @@ def _edits_numbers(row: Row) -> list[int]:
         return []
     terms = edits.terms
     scalars = (terms.repetition_penalty, terms.frequency_penalty, terms.presence_penalty, terms.min_p)
-    lengths = (edits.table.shape[1], edits.pairs.shape[1], edits.awaits_last)
+    lengths = (len(edits.table), len(edits.pairs), edits.awaits_last)
     return [*lengths, *struct.unpack("<4q", struct.pack("<4d", *scalars)), *edits.table.ravel().tolist(), *edits.pairs.ravel().tolist()]
 
 
@@ -133,8 +133,8 @@ def _read_edits(rest: Iterator[int]) -> LogitEdits:
     num_entries, num_pairs, awaits_last = _take(rest, 3)
     repetition, frequency, presence, min_p = struct.unpack("<4d", struct.pack("<4q", *_take(rest, 4)))
     terms = LogitTerms(repetition, frequency, presence, min_p=min_p)
-    table = np.array(_take(rest, 3 * num_entries), np.int32).reshape(3, num_entries)
-    return LogitEdits(terms, table, np.array(_take(rest, 2 * num_pairs), np.int32).reshape(2, num_pairs), bool(awaits_last))
+    table = np.array(_take(rest, 3 * num_entries), np.int32).reshape(num_entries, 3)
+    return LogitEdits(terms, table, np.array(_take(rest, 2 * num_pairs), np.int32).reshape(num_pairs, 2), bool(awaits_last), penalty_bits(terms))
 
 
 class _Elsewhere:

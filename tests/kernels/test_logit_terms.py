@@ -81,13 +81,13 @@ def test_edits_that_await_an_id_are_those_of_the_step_before_and_that_id(terms: 
         seen = dict(zip(edits.ids.tolist(), edits.seen.tolist(), strict=True))
         added = dict(zip(edits.ids.tolist(), edits.added.tolist(), strict=True))
         seen[last], added[last] = seen.get(last, 0) + 2, added.get(last, 0.0)
-        for first, second in edits.pairs.T.tolist():
+        for first, second in edits.pairs.tolist():
             if first == last:
                 seen[second], added[second] = seen.get(second, 0), -np.inf
-        table = np.array([[*seen], [*seen.values()], np.array([added[token_id] for token_id in seen], np.float32).view(np.int32)], np.int32)
+        table = np.array([[*seen], [*seen.values()], np.array([added[token_id] for token_id in seen], np.float32).view(np.int32)], np.int32).T.copy()
         known = knows.step(ids, length)
         assert not known.awaits_last
-        assert known.pairs.shape == (2, 0)
+        assert known.pairs.shape == (0, 2)
         expected = edited(logits, known)
         assert torch.equal(edited(logits, dataclasses.replace(edits, table=table)), expected)
         np.testing.assert_allclose(

@@ -82,9 +82,9 @@ def _edit(logits, row_stride, vocab_size, numbers, last_ids, HEAD: tl.constexpr,
     while start < count:
         at = start + lane
         inside = at < count
-        ids = tl.load(table + at, mask=inside, other=0)
-        seen = tl.load(table + count + at, mask=inside, other=0)
-        added = tl.load(table + 2 * count + at, mask=inside, other=0).to(tl.float32, bitcast=True)
+        ids = tl.load(table + 3 * at, mask=inside, other=0)
+        seen = tl.load(table + 3 * at + 1, mask=inside, other=0)
+        added = tl.load(table + 3 * at + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
         is_last = inside & (ids == last)
         number_found += is_last.to(tl.int32)
         inside &= ids < vocab_size  # an end of rows that some checkpoints name is no id of theirs
@@ -101,8 +101,8 @@ def _edit(logits, row_stride, vocab_size, numbers, last_ids, HEAD: tl.constexpr,
         while start < num_pairs:
             at = start + lane
             inside = at < num_pairs
-            is_met = tl.load(pairs + at, mask=inside, other=-2) == last
-            ids = tl.load(pairs + num_pairs + at, mask=inside, other=0)
+            is_met = tl.load(pairs + 2 * at, mask=inside, other=-2) == last
+            ids = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
             value = tl.load(row_logits + ids, mask=is_met, other=0.0)
             tl.store(row_logits + ids, value + float("-inf"), mask=is_met)
             start += TILE
