@@ -42,6 +42,7 @@ class SamplingParams(metaclass=_Keywords):
         n: number of choices, 1 to 128 [1]. Choice 0 has the seed, the others have seeds mixed from it.
         stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
         logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
+        prompt_logprobs: the same for each token of the prompt but the first. With it max_tokens may be 0, and then nothing is generated [none].
         frequency_penalty: taken from an id's logit for each time that it is in the answer so far, -2 to 2 [0].
         presence_penalty: taken from the logit of each id that is in the answer so far, -2 to 2 [0].
         repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; above 0, at most 2 [1].
@@ -69,6 +70,7 @@ class SamplingParams(metaclass=_Keywords):
     n: int = 1
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0

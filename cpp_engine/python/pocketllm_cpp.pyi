@@ -12,6 +12,8 @@ backend: str
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
+def linked_devices() -> list[str]: ...
+
 class Error(RuntimeError):
     kind: Literal["configuration", "unsupported", "unavailable", "device", ""]
     field: str | None
@@ -70,6 +72,8 @@ class EngineCaps:
     def logit_terms(self) -> bool: ...
     @property
     def max_logprobs(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
     @property
     def speculative_methods(self) -> list[str]: ...
 
@@ -261,6 +265,7 @@ class QwenBatchSamplingParams:
     constraint: TokenConstraint | None
     terms: LogitTerms | None
     priority: int
+    prompt_logprobs: int | None
     def __init__(
         self,
         *,
@@ -274,6 +279,7 @@ class QwenBatchSamplingParams:
         constraint: TokenConstraint | None = None,
         terms: LogitTerms | None = None,
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> None: ...
 
 @final
@@ -298,6 +304,8 @@ class QwenBatchResult:
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
+    @property
     def error(self) -> BaseException | None: ...
 
 @final
@@ -316,6 +324,8 @@ class QwenBatchStep:
     def error(self) -> BaseException | None: ...
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
 
 @final
 class EngineStats:

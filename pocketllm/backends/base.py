@@ -56,6 +56,7 @@ class Capabilities:
         prefix_caching: KV of an equal prompt prefix is reused.
         logprobs: log probabilities of a row's tokens, with up to MAX_LOGPROBS alternatives each.
         structured_outputs: `EngineRequest.constraint` is honoured.
+        prompt_logprobs: `EngineRequest.prompt_logprobs` and a `max_tokens` of 0 are honoured.
         penalties: frequency and presence penalty; this and the seven below are what `EngineRequest.terms` may hold.
         repetition_penalty, logit_bias, min_p, min_tokens, allowed_token_ids, bad_words: the fields of LogitTerms.
         stop_token_ids, ignore_eos: a request's own ids end a row, and the checkpoint's don't where it says so.
@@ -77,6 +78,7 @@ class Capabilities:
     prefix_caching: bool = True
     logprobs: bool = False
     structured_outputs: bool = False
+    prompt_logprobs: bool = False
     penalties: bool = False
     repetition_penalty: bool = False
     logit_bias: bool = False
@@ -119,7 +121,7 @@ class EngineRequest:
     Args:
         request_id: unique among the active requests.
         prompt_token_ids: at least one id, each in [0, vocab_size).
-        max_tokens: at least 1; prompt and max_tokens together fit into the context.
+        max_tokens: at least 1, or 0 with `prompt_logprobs`, where nothing is generated; prompt and max_tokens together fit into the context.
         temperature: 0 is greedy; then top_p, top_k and seed are not read.
         top_p: in (0, 1]; 1 is off.
         top_k: 0 is off.
@@ -131,6 +133,8 @@ class EngineRequest:
         constraint: what the row may say, or None for anything.
         terms: what changes the logits, or None for nothing.
         priority: rows with a lower number are started first and preempted last; of equal ones, those that came first.
+        prompt_logprobs: how many alternatives to rank at each token of the prompt but the first, as `logprobs` does; None ranks nothing. Such a row's prompt
+            is computed whole, and takes nothing of it from the prefix cache.
     """
 
     request_id: str
@@ -147,16 +151,17 @@ class EngineRequest:
     ignores_eos: bool = False
     terms: LogitTerms | None = None
     priority: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one generated token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
+    """Natural log probabilities at one token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
 
     None is below -9999.0, which stands for what the model finds impossible.
 
     Args:
-        logprob: of the token that was drawn; finite, at most 0.
+        logprob: of the token that was drawn, or that the prompt has; finite, at most 0.
         top: (id, logprob) of the most likely ids, most likely first, as many as were asked for; of equal ones the lower id comes first.
     """
 
@@ -176,6 +181,7 @@ class StepOutput:
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: why the row failed, when finish_reason is "error".
         logprobs: one entry for each of `token_ids` where the request asked for them, else empty.
+        prompt_logprobs: on the row's first output, one entry for each token of the prompt but the first, where the request asked for them; else empty.
     """
 
     request_id: str
@@ -185,6 +191,7 @@ class StepOutput:
     cached_tokens: int = 0
     error: BaseException | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
+_GPU_CHUNK = 2048  # larger steps are hardly faster, and answers wait for them
 # The native engine's words for what EngineArgs and requests call otherwise.
 _FIELDS = {"max_new_tokens": "max_tokens", "prompt_token_ids": "prompt", "prompt_tokens": "prompt", "checkpoint": "model"}
 
@@ -51,7 +52,7 @@ class CppBackend(Backend):
         ConfigurationError: an option that this plane can't honour, before anything is loaded.
     """
 
-    DECLARES = frozenset({"logprobs", "structured_outputs", *SAMPLER_FLAGS})
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
 
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
@@ -79,7 +80,9 @@ class CppBackend(Backend):
             progress(LoadProgress(fraction, message))
 
         args = self._args
-        chunk = _DEFAULT_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
+        device = native.linked_devices()[0] if args.device == "auto" else args.device
+        usual = _GPU_CHUNK if device.startswith("cuda") else _DEFAULT_CHUNK
+        chunk = usual if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
         options = native.QwenEngineOptions(
             device=args.device,
             dtype=args.dtype,
@@ -121,6 +124,7 @@ class CppBackend(Backend):
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
             **dict.fromkeys(SAMPLER_FLAGS, caps.logit_terms),
+            prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
                 "compute_dtype": config.dtype,
@@ -210,6 +214,7 @@ class _Engine:
             constraint=request.constraint,
             terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
             priority=request.priority,
+            prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:
             if request_id in self._active:
@@ -262,9 +267,19 @@ class _Engine:
                     del self._active[request_id]
                 if error is not None and not isinstance(error, PocketLLMError):
                     error = self._row_error(error)
-            logprobs = tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in step.logprobs)
             try:
-                on_step(StepOutput(request_id, tuple(step.token_ids), step.num_generated, finish, step.cached_tokens, error, logprobs))
+                on_step(
+                    StepOutput(
+                        request_id,
+                        tuple(step.token_ids),
+                        step.num_generated,
+                        finish,
+                        step.cached_tokens,
+                        error,
+                        _ranks(step.logprobs),
+                        _ranks(step.prompt_logprobs),
+                    )
+                )
             except Exception:
                 self.cancel(request_id)  # nobody listens to the rest of it
                 raise
@@ -277,6 +292,10 @@ class _Engine:
         if self._scheduler.failure is not None:
             return BackendUnavailableError(f"The engine failed: {error}. Restart the server.")
         return translate(error) if isinstance(error, native.Error) else error
+
+
+def _ranks(found: Sequence[pocketllm_cpp.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class TorchBackend(Backend):
         ConfigurationError, UnsupportedFeatureError: an option that this plane can't honour, before anything is loaded.
     """
 
-    DECLARES = frozenset({"logprobs", "structured_outputs", *SAMPLER_FLAGS})
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
 
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args

@@ -1,8 +1,5 @@
 """Continuous batching over plain ints: which rows run, how many tokens each computes this step, in which blocks.
 
-Rows are in the order of their priority, lower numbers first, and within one in that of their arrival: so they start, so they run, and so, from
-the end, they are preempted. A row that waits takes nothing from one that runs, whatever their priorities.
-
 There are no phases. A row catches up `num_computed_tokens` to its length within a budget of prompt tokens a step; the step
 in which it catches up gives its next token. Preemption frees a row's blocks and recomputes them later.
 
@@ -22,17 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from pocketllm.backends.base import EngineRequest
+from pocketllm.backends.base import EngineRequest, TokenLogprobs
 from pocketllm.torch_engine.block_pool import ROOT, BlockPool, hash_block
 from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
 
 if TYPE_CHECKING:
     from pocketllm.torch_engine.logit_edits import RowEdits, SentEdits
-
 RowFinish = Literal["stop", "length"]
 
+_priority = attrgetter("request.priority")
 UNKNOWN = -1  # stands for an id that a step under way draws
 
 
@@ -53,6 +51,8 @@ class Row:
         snapshot: the newest that was taken of it while it runs.
         edits: what changes its logits, once it has been asked for; belongs to the runner.
         snapshot_end: tokens up to the last whole block that lay before the row's last token when it started.
+        num_ranked: how many tokens of the prompt after its first have log probabilities from steps that were advanced, in a row that asks for them.
+        prompt_logprobs: of those, once their steps have landed; they are handed out with the row's first output.
     """
 
     request: EngineRequest
@@ -67,6 +67,8 @@ class Row:
     snapshot: Snapshot | None = None
     snapshot_end: int = 0
     edits: RowEdits | SentEdits | None = None
+    num_ranked: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -80,9 +82,10 @@ class Row:
     def num_pending_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
-
-def _priority(row: Row) -> int:
-    return row.request.priority
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, once."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,22 @@ class ScheduledRow:
     row: Row
     num_tokens: int
     samples: bool
+
+    @property
+    def ranked(self) -> range:
+        """Places in `row.token_ids` of the prompt tokens whose log probabilities this step gives, each by the logits of the token before; until `advance`."""
+        row = self.row
+        if row.request.prompt_logprobs is None:
+            return range(0)
+        start = row.num_computed_tokens
+        return range(max(start, row.num_ranked) + 1, min(start + self.num_tokens + 1, len(row.request.prompt_token_ids)))
+
+    @property
+    def ranked_ids(self) -> list[int]:
+        """Ids of those tokens. The last of them comes after this step's tokens, so that other ranks than 0 do not know it: there it is any."""
+        ranked = self.ranked
+        found = self.row.token_ids[ranked.start : ranked.stop]
+        return found + [0] * (len(ranked) - len(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +161,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, request: EngineRequest) -> Row:
-        """Queue a request behind those that wait with its priority or a lower number."""
+        """Queue a request behind those that wait with its priority or a lower number, which start first and are preempted last."""
         row = Row(request)
         insort_right(self.waiting, row, key=_priority)
         return row
@@ -211,6 +230,8 @@ class Scheduler:
             if row.slot < 0:
                 continue
             row.num_computed_tokens += scheduled.num_tokens
+            if row.request.prompt_logprobs is not None:
+                row.num_ranked = max(row.num_ranked, min(row.num_computed_tokens, len(row.request.prompt_token_ids) - 1))
             self._extend_hashes(row)
             if self.states is not None:
                 self._take_snapshot(self.states, row)
@@ -238,7 +259,10 @@ class Scheduler:
             token_id = row.token_ids[-1] = sampled[place]
             is_eos = token_id in row.request.eos_token_ids
             finish: RowFinish | None = "stop" if is_eos or row.is_complete else "length" if row.num_generated >= row.request.max_tokens else None
-            updates.append(RowUpdate(row, () if is_eos else (token_id,), row.num_generated, finish))
+            if row.request.max_tokens == 0:  # what was drawn is not asked for
+                updates.append(RowUpdate(row, (), 0, "length"))
+            else:
+                updates.append(RowUpdate(row, () if is_eos else (token_id,), row.num_generated, finish))
             if finish is not None:
                 self.remove(row)
         return updates
@@ -256,8 +280,7 @@ class Scheduler:
         """Raise AssertionError unless rows, tables and pool agree."""
         self.pool.check_integrity(row.block_table for row in self.running)
         assert len(self.running) <= self.max_batch_size, "more rows run than there are slots"
-        for rows in (self.running, self.waiting):
-            assert sorted(map(_priority, rows)) == list(map(_priority, rows)), "a row is before one with a lower number as its priority"
+        assert all(sorted(rows, key=_priority) == list(rows) for rows in (self.running, self.waiting)), "a row is before one that goes first"
         for row in self.running:
             assert row.num_computed_tokens < len(row.token_ids), "a running row has nothing to compute"
             assert self._blocks_for(row.num_computed_tokens) <= len(row.block_table), "computed tokens have no block"
@@ -291,11 +314,13 @@ class Scheduler:
 
     def _awaits_end(self, row: Row) -> bool:
         """Whether the id under way is the last that the row may draw."""
-        return row.num_generated >= row.request.max_tokens
+        return row.num_generated >= max(1, row.request.max_tokens)
 
     def _start(self, row: Row) -> bool:
         """A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there."""
         cached = self.pool.match_prefix(row.token_ids)
+        if row.request.prompt_logprobs is not None:  # what is not computed can't be ranked
+            cached = cached[: row.num_ranked // self.pool.block_size]
         if self.states is not None:
             while cached and not self.states.has(self.pool.digest_of(cached[-1])):
                 cached.pop()

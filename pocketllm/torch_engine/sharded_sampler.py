@@ -69,10 +69,8 @@ class ShardedSampler:
             wanted = self._group.gather(wanted)[0]  # as rank 0 says
             places = wanted.nonzero().squeeze(-1)
             if places.numel():
-                widths = [len(part) for part in self._group.share.all_nearly(self._vocab_size)]
-                whole = self._group.gather_columns(own[places], widths)
-                has_others = any(_reports_others(requests[place]) for place in places.tolist())
-                raw = self._group.gather_columns(logits[places], widths) if has_others else whole
+                whole = self.whole(own[places])
+                raw = self.whole(logits[places]) if any(_reports_others(requests[place]) for place in places.tolist()) else whole
                 for line, place in enumerate(places.tolist()):
                     if leads:
                         ids[place] = rows[place].draw(draws[place], whole[line], raw[line])
@@ -86,6 +84,10 @@ class ShardedSampler:
         largest = torch.stack(self._group.gather(own[list(drawing)].max(dim=-1).values)).max(dim=0).values.double()
         for best, (row, min_p) in zip(largest, drawing.items(), strict=True):
             own[row][(own[row].double() - best) / requests[row].temperature < math.log(min_p)] = -math.inf
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of every rank's `logits`."""
+        return self._group.gather_columns(logits, [len(part) for part in self._group.share.all_nearly(self._vocab_size)])
 
     def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest) -> list[float]:
         """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),

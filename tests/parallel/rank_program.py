@@ -38,6 +38,7 @@ def requests(vocab_size: int) -> list[EngineRequest]:
         "held greedy": {"constraint": IdConstraint({vocab_size - 1, vocab_size - 2})},
         "held to nothing": {"constraint": IdConstraint(())},
     }
+    rows.append(EngineRequest("scored", prompts[3], 0, prompt_logprobs=3))
     rows += [EngineRequest(name, prompts[1], NEW_TOKENS, seed=2**63 + 5, **options) for name, options in draws.items()]
     terms = rows_of_terms(vocab_size, frozenset({0, 9}), NEW_TOKENS)[2:]
     return rows + [replace(row, request_id=f"terms {row.request_id}", logprobs=1 if place % 2 else None) for place, row in enumerate(terms)]
@@ -62,7 +63,7 @@ def answers(path: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
         row.outputs[0].request_id + (" again" if row is again[0] else ""): {
             "finish": row.outputs[-1].finish_reason,
             "ids": row.token_ids,
-            "logprobs": [[entry.logprob, *entry.top] for entry in row.logprobs],
+            "logprobs": [[entry.logprob, *entry.top] for entry in (*row.logprobs, *row.outputs[0].prompt_logprobs)],
         }
         for row in [*rows, *again]
     }
