@@ -33,6 +33,7 @@ from tree import ROOT
 PARTS = ("limits", "resident", "profile", "host")
 _COPY_BYTES = 2**28
 _TRIES = 5
+_REST = 0.2  # seconds of nothing before each product
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
     costs = token_costs(open_checkpoint(directory))
     rows.add("limits", "token", **costs)
     if "limits" in options.parts:
-        limits = measure_cuda_limits(options.device)
+        limits = measure_cuda_limits(options.device, _REST)
         rows.add("limits", "device", **limits, **_copy_rates(options.device))
         rows.add("limits", "ceilings", **ceilings(limits, costs))
         torch.cuda.empty_cache()
