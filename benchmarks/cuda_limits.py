@@ -16,7 +16,7 @@ _RESTED = 9  # products, each after a rest
 _SUSTAINED = 0.25  # seconds
 
 
-def measure_cuda_limits(device: str, rest: float = 0.2) -> dict[str, float]:
+def measure_cuda_limits(device: str, rest: float) -> dict[str, float]:
     """Medians of several tries, on random numbers: `read_bytes_per_s` of 4 GiB summed, `copy_bytes_per_s` of 4 GiB copied, bytes read and written both
     counted, and the rate of a product of two 8192 x 8192 matrices in bf16: `bf16_flops_per_s` of one at a time, each after `rest_s` seconds of nothing, and
     `bf16_sustained_flops_per_s` of as many one after another as take `bf16_sustained_s`, longer than a prefill of 8,192 tokens, which power and heat slow down.
