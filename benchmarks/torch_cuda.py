@@ -133,9 +133,9 @@ def _ours(options: argparse.Namespace, rows: Rows) -> None:
 
     section, weights = options.section, options.section.partition("-")[2]
     kernels = CompiledKernels()
+    product = Product(options.device)  # before the engine's thread, which a capture could meet
     ours, workload = _open(options, weights)
     rows.add(section, "load", compiled_kernels=len(kernels.take()), seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
-    product = Product(options.device)
     for batch, tokens in workload.prompts:
         _prefill(rows, section, f"prefill {_name(batch, tokens)}", ours.rested_prefill(product, batch, tokens, options.prefills, options.rest), options.rest)
         if batch == 1 and tokens >= workload.chunk:
