@@ -32,6 +32,7 @@ struct EngineCaps {
     bool prefix_caching = true;
     bool structured_outputs = true;                         // QwenBatchSamplingParams::constraint is honoured
     int max_logprobs = 20;                                  // alternatives ranked at a token
+    bool prompt_logprobs = true;                            // QwenBatchSamplingParams::prompt_logprobs is honoured
     std::vector<std::string> speculative_methods;
 };
 

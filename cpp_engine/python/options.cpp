@@ -28,6 +28,7 @@ void bind_options(py::module_& module) {
         .field("prefix_caching", &Caps::prefix_caching, "an equal beginning of prompts is computed once")
         .field("structured_outputs", &Caps::structured_outputs, "QwenBatchSamplingParams.constraint is honoured")
         .field("max_logprobs", &Caps::max_logprobs, "most alternatives that are ranked at a token")
+        .field("prompt_logprobs", &Caps::prompt_logprobs, "QwenBatchSamplingParams.prompt_logprobs is honoured")
         .field("speculative_methods", &Caps::speculative_methods, "names of speculative decoding methods");
 
     using Config = QwenConfig;

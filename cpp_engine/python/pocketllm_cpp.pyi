@@ -71,6 +71,8 @@ class EngineCaps:
     @property
     def max_logprobs(self) -> int: ...
     @property
+    def prompt_logprobs(self) -> bool: ...
+    @property
     def speculative_methods(self) -> list[str]: ...
 
 @final
@@ -236,6 +238,7 @@ class QwenBatchSamplingParams:
     stop_token_ids: TokenIds | None
     logprobs: int | None
     constraint: TokenConstraint | None
+    prompt_logprobs: int | None
     def __init__(
         self,
         *,
@@ -247,6 +250,7 @@ class QwenBatchSamplingParams:
         stop_token_ids: TokenIds | None = None,
         logprobs: int | None = None,
         constraint: TokenConstraint | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None: ...
 
 @final
@@ -271,6 +275,8 @@ class QwenBatchResult:
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
+    @property
     def error(self) -> BaseException | None: ...
 
 @final
@@ -289,6 +295,8 @@ class QwenBatchStep:
     def error(self) -> BaseException | None: ...
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
 
 @final
 class EngineStats:

@@ -28,6 +28,7 @@ public:
     std::size_t bytes_per_token() const noexcept override { return 0; }
     void reserve(int, int, int) override {}
     Tensor forward(const Step&, const ModelCaches&) override { throw Error(ErrorKind::unavailable, "figures only"); }
+    Tensor logits(const Step&) override { throw Error(ErrorKind::unavailable, "figures only"); }
 };
 
 constexpr std::size_t mebibyte = 1 << 20, block = 2 * 2 * 128 * 4 * 16, slot = 6 * (4 * 32 * 32 + 3 * 256) * 4;

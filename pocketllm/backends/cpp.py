@@ -120,6 +120,7 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
                 "compute_dtype": config.dtype,
@@ -204,6 +205,7 @@ class _Engine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:
             if request_id in self._active:
@@ -256,9 +258,19 @@ class _Engine:
                     del self._active[request_id]
                 if error is not None and not isinstance(error, PocketLLMError):
                     error = self._row_error(error)
-            logprobs = tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in step.logprobs)
             try:
-                on_step(StepOutput(request_id, tuple(step.token_ids), step.num_generated, finish, step.cached_tokens, error, logprobs))
+                on_step(
+                    StepOutput(
+                        request_id,
+                        tuple(step.token_ids),
+                        step.num_generated,
+                        finish,
+                        step.cached_tokens,
+                        error,
+                        _ranks(step.logprobs),
+                        _ranks(step.prompt_logprobs),
+                    )
+                )
             except Exception:
                 self.cancel(request_id)  # nobody listens to the rest of it
                 raise
@@ -271,6 +283,10 @@ class _Engine:
         if self._scheduler.failure is not None:
             return BackendUnavailableError(f"The engine failed: {error}. Restart the server.")
         return translate(error) if isinstance(error, native.Error) else error
+
+
+def _ranks(found: Sequence[pocketllm_cpp.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in found)
 
 
 @dataclass(frozen=True, slots=True)
