@@ -46,6 +46,13 @@ def table(report: dict[str, Any]) -> str:
             f"{shape['first_token_seconds']:.1f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    for shape in report.get("load", []):
+        prompt, append = shape["prompt"], shape["append"]
+        rate = prompt["tokens"] / prompt["first_token_seconds"]
+        asked = f"a prompt of {prompt['tokens']:,} tokens at {rate:,.0f} tokens/s, then {prompt['decode_tokens_per_second']:,.1f} tokens/s"
+        first = f"gave its first token after {append['first_token_seconds']:.2f} s, then {append['decode_tokens_per_second']:,.1f} tokens/s"
+        longer = f"a prompt of {append['tokens']:,} tokens, all but 512 of which were asked before, computed {append['computed']:,} and {first}"
+        lines += ["", f"The {shape['shape']} engine in {shape['weights']}, asked through its scheduler: {asked}; {longer}."]
     reads = ", ".join(f"{shape['shape']} {shape['weights']} {shape['read_bytes_per_second'] / 1e12:.2f}" for shape in report["steps"])
     lines += ["", f"Memory was read at, in TB/s: {reads}.", *([report["assembled"]] if "assembled" in report else [])]
     return "\n".join(lines)
