@@ -26,7 +26,7 @@ def table(report: Mapping[str, Any]) -> str:
     )
     if experts is not None and "pinned_to_device_bytes_per_s" in device:
         text += (
-            f" Of the experts on the host {experts['hits'] / experts['lookups']:.0%} of the lookups found theirs among {experts['cached_bytes'] / 2**30:.1f} GiB "
+            f" With experts on the host {experts['hits'] / experts['lookups']:.0%} of lookups found theirs among {experts['cached_bytes'] / 2**30:.1f} GiB "
             f"on the card; copies to it run at {device['pinned_to_device_bytes_per_s'] / 1e9:.0f} GB/s from pinned memory and "
             f"{device['host_to_device_bytes_per_s'] / 1e9:.0f} from other, which is the limit of those that were not there."
         )

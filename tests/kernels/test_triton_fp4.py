@@ -75,10 +75,10 @@ def test_rows_of_experts(columns: int, inner_columns: int, num_tokens: int, dtyp
     chosen = torch.rand(num_tokens, 4, generator=generator).argsort(-1)[:, :2].contiguous().to(triton_device)
     shares = torch.rand(num_tokens, 2, generator=generator).to(triton_device)
     inner = fp4_gate_up_rows(x, chosen, gate_up.values, gate_up.scales, 1.5)
-    found = fp4_down_rows(inner, chosen, shares, down.values, down.scales)
+    found = fp4_down_rows(inner, chosen, shares, down.values, down.scales, torch.ones(num_tokens, 90, device=triton_device))
     assert inner.dtype == dtype
     for token in range(num_tokens):
-        wanted = torch.zeros(90, device=triton_device)
+        wanted = torch.ones(90, device=triton_device)
         for number, expert in enumerate(chosen[token].tolist()):
             gate, up = (x[token].float() @ gate_up.matrix(expert).T).chunk(2)
             own = torch.nn.functional.silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)
