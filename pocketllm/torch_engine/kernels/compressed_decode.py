@@ -99,7 +99,7 @@ def attend_compressed(
         queries, queries.stride(0), query_eps, windows, windows if entries is None else entries, rows.positions if chosen is None else chosen,
         parts, tops, totals, num_heads, scale * 1.4426950408889634, rows.positions, rows.slots, rows.tables, rows.tables.stride(0), rows.cos, rows.sin,
         ENTRIES=entries is not None, RATIO=max(1, ratio), TOP_K=0 if chosen is None else chosen.shape[1], WINDOW=window, DIM=head_dim,
-        ROTARY=2 * rows.cos.shape[1], BLOCK_SIZE=rows.block_size, HEADS=_HEADS, KEYS=_KEYS, num_warps=4, num_stages=1, **options,
+        ROTARY=2 * rows.cos.shape[1], BLOCK_SIZE=rows.block_size, HEADS=_HEADS, KEYS=_KEYS, num_warps=8, num_stages=1, **options,
     )  # fmt: skip
     out = torch.empty(T, num_heads * head_dim, dtype=out_dtype, device=queries.device)
     _add_up_kernel[(num_heads, T)](
@@ -223,17 +223,10 @@ def _attend_kernel(
         keys, has = _keys_of_block(
             split, blocks, count, is_chosen, position, own, entries, own_chosen, table, ENTRIES, RATIO, TOP_K, WINDOW, DIM, BLOCK_SIZE, KEYS
         )  # fmt: skip
-        # Each value of a query beside its neighbour, with which it is rotated.
-        at = queries + token * query_stride + head[:, None] * DIM
-        query = tl.load(at + column[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
-        beside = tl.load(at + (column ^ 1)[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
-        turn = (column - (DIM - ROTARY)) // 2
-        turns = column >= DIM - ROTARY
-        cosine = tl.load(cos + position * (ROTARY // 2) + turn, mask=turns, other=1.0)
-        sine = tl.load(sin + position * (ROTARY // 2) + turn, mask=turns, other=0.0)
-        sine = tl.where(column % 2 == 0, -sine, sine)
-        norm = tl.rsqrt(tl.sum(query * query, 1) / DIM + query_eps) * scale
-        query = ((query * cosine[None, :] + beside * sine[None, :]) * norm[:, None]).to(windows.dtype.element_ty)
+        query = tl.load(queries + token * query_stride + head[:, None] * DIM + column[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
+        query = query * (tl.rsqrt(tl.sum(query * query, 1) / DIM + query_eps) * scale)[:, None]
+        turn = position * (ROTARY // 2)
+        query = rotate_end(query, cos + turn, sin + turn, 1.0, HEADS, DIM, ROTARY).to(windows.dtype.element_ty)
         out = tl.zeros([HEADS, DIM], tl.float32)
         for block in range(split, blocks, splits):
             next_keys, next_has = _keys_of_block(
