@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,6 +38,9 @@ class SamplingParams(metaclass=_Keywords):
         stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
         logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
         prompt_logprobs: the same for each token of the prompt but the first. With it max_tokens may be 0, and then nothing is generated [none].
+        best_of: so many candidates, at least n and at most 128, of which the n with the highest mean log probability of a token are the choices [n].
+        structured_outputs: the form of the answer, as vLLM has it: {"regex": ...}, {"choice": [...]}, {"grammar": ...} in Lark, {"json": schema} or
+            {"json_object": True} [none].
 
     Raises:
         ConfigurationError: a value has the wrong type or is out of range, or there is no such field; `param` names the field.
@@ -53,6 +56,8 @@ class SamplingParams(metaclass=_Keywords):
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    best_of: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         from pocketllm.protocol.sampling import check_values, whole_values  # here, since the table reads this module's limits
@@ -60,6 +65,11 @@ class SamplingParams(metaclass=_Keywords):
         check_values(self)
         for name, value in whole_values(self).items():  # 2.0 is a whole number, and no number of choices is one choice
             object.__setattr__(self, name, value)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many answers are generated to one prompt."""
+        return self.best_of or self.n
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:

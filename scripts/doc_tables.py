@@ -16,7 +16,7 @@ from typing import Any
 from pocketllm.backends.base import Capabilities
 from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
 from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
-from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
+from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, VOCABULARY_FEATURES
 from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,9 +56,11 @@ def feature_table() -> str:
     """Where each feature comes from."""
     rows = [(f"`{name}`", "always", _sentence(words)) for name, words in HOST_FEATURES.items()]
     rows += [(f"`{name}`", "where the engine declares `structured_outputs`", _sentence(words)) for name, words in GRAMMAR_FEATURES.items()]
+    rows += [(f"`{name}`", "where the engine declares `logprobs`", _sentence(words)) for name, words in RANKING_FEATURES.items()]
+    rows += [(f"`{name}`", "where the vocabulary has tokens for it", _sentence(words)) for name, words in VOCABULARY_FEATURES.items()]
     flags = {option.name for option in dataclasses.fields(Capabilities)}
     for name in dict.fromkeys(rule.feature for rule in RULES if rule.feature is not None):
-        if name not in HOST_FEATURES and name not in GRAMMAR_FEATURES:
+        if name not in {**HOST_FEATURES, **GRAMMAR_FEATURES, **RANKING_FEATURES, **VOCABULARY_FEATURES}:
             fields = ", ".join(dict.fromkeys(f"`{rule.field}`" for rule in RULES if rule.feature == name))
             rows.append((f"`{name}`", "where the engine declares it" if name in flags else "on no engine yet", f"{fields} as the table below says."))
     return _table(("Feature", "There", "What it is"), rows)

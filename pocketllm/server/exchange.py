@@ -88,7 +88,7 @@ class _Exchange:
     ) -> None:
         self._state = state
         self._id = requests[0].request_id
-        self._num_choices = sum(request.sampling.n for request in requests)
+        self._num_choices = sum(request.sampling.num_candidates for request in requests)
         self._answer = answer
         self._clock = clock
         self._headers = {"x-request-id": self._id}
