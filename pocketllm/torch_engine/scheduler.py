@@ -75,11 +75,6 @@ class Row:
     def num_pending_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """All of them, once."""
-        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        return taken
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
