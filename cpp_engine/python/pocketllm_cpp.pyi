@@ -12,6 +12,8 @@ backend: str
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
+def linked_devices() -> list[str]: ...
+
 class Error(RuntimeError):
     kind: Literal["configuration", "unsupported", "unavailable", "device", ""]
     field: str | None

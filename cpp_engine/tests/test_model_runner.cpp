@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "engine/cache_plan.h"
+#include "engine/warm_up.h"
 #include "models/qwen3_5.h"
 #include "pocket/error.h"
 #include "reference_model.h"
@@ -302,5 +303,21 @@ TEST(what_the_device_does_not_compute_is_refused_at_once) {
 TEST(slots_are_as_large_as_planned) {
     on_each_device([](Loaded& loaded) {
         CHECK_EQ(slot_bytes(*loaded.model), 3 * static_cast<std::size_t>(loaded.model->delta_net_shape().state_size()) * sizeof(float));
+    });
+}
+
+// Prompts are tried on caches of their own; what runs before and after them is the same.
+TEST(prompts_that_are_tried_leave_no_trace) {
+    on_each_device([](Loaded& loaded) {
+        TestRow row(37, 2, {7, 3, 30, 11});
+        step(*loaded.runner, {&row}, {20});
+        for (const int budget : {0, 1, 7, 100}) {
+            CacheOptions options;
+            options.prefill_token_budget = budget;
+            try_prompts(*loaded.device, *loaded.model, options);
+        }
+        step(*loaded.runner, {&row}, {0});
+        for (int count = 0; count < 4; ++count) step(*loaded.runner, {&row}, {0});
+        check_greedy(loaded, row, 37);
     });
 }
