@@ -21,6 +21,7 @@ import numpy as np
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
+from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.backends.open import open_backend
 from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import EngineArgs
@@ -31,6 +32,7 @@ from pocketllm.protocol.features import VOCABULARY_FEATURES, Surface, features
 from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
+from pocketllm.row_terms import check_min_tokens, row_terms, stop_token_ids
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.splitmix import splitmix64
 from pocketllm.text.answer import Reading
@@ -176,6 +178,7 @@ class GenerationService:
         """
         first, rows_per_prompt = requests[0], requests[0].sampling.num_candidates
         is_single = len(requests) * rows_per_prompt == 1
+        terms = row_terms(first.sampling, self.tokenizer, self.capabilities.vocab_size)
         rows: list[EngineRequest] = []
         echoes: list[str] = []
         for request in requests:
@@ -186,12 +189,19 @@ class GenerationService:
                 seed = self._seeds.randint(0, MAX_SEED)
             for choice in range(rows_per_prompt):
                 row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
-                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice)))
+                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice), terms))
         reading = replace(self._reading(first, rows[0].prompt_token_ids), echoes=tuple(echoes))
         form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
-        if form.grammar is not None or first.thinking_budget is not None:
-            eos = frozenset(self._defaults.eos_token_ids)  # a form ends there, whatever was echoed
-            rows = [replace(row, constraint=self._constraint(first, form, reading), eos_token_ids=eos) for row in rows]
+        if form.grammar is not None and first.sampling.ignore_eos:
+            raise ConfigurationError(
+                '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
+                param="ignore_eos",
+            )
+        if form.grammar is not None:
+            eos = rows[0].stop_token_ids.union(self._defaults.eos_token_ids)  # a form ends there, whatever was echoed
+            rows = [replace(row, constraint=self._constraint(first, form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
+        elif first.thinking_budget is not None:
+            rows = [replace(row, constraint=self._constraint(first, form, reading)) for row in rows]
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and self._syntax is not None and reading.reasoning is not None:
@@ -211,10 +221,13 @@ class GenerationService:
         """The events of `requests` as an async iterator; they are prepared and submitted when first awaited."""
         return AsyncTokenStream(self, requests)
 
-    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int) -> EngineRequest:
+    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int, terms: LogitTerms | None) -> EngineRequest:
         sampling, defaults = request.sampling, self._defaults
-        max_tokens = self._budget(request, len(prompt_ids))
+        max_tokens, stops = self._budget(request, len(prompt_ids)), stop_token_ids(sampling, self.capabilities.vocab_size)
+        check_min_tokens(sampling, max_tokens)
         ranks = [count for count in (sampling.prompt_logprobs, sampling.logprobs if request.echo else None) if count is not None]
+        # Clients that rank a text and have one token generated, which they drop, count on its being there.
+        ignores_eos = sampling.ignore_eos or (request.echo and max_tokens == 1)
         return EngineRequest(
             request_id=row_id,
             prompt_token_ids=prompt_ids,
@@ -223,10 +236,13 @@ class GenerationService:
             top_p=float(_first(sampling.top_p, defaults.top_p, 1.0)),
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
             seed=seed,
-            # Clients that rank a text and have one token generated, which they drop, count on its being there.
-            eos_token_ids=frozenset() if request.echo and max_tokens == 1 else frozenset(defaults.eos_token_ids),
+            eos_token_ids=stops if ignores_eos else stops.union(defaults.eos_token_ids),
             logprobs=0 if sampling.logprobs is None and sampling.num_candidates > sampling.n else sampling.logprobs,
             prompt_logprobs=max(ranks, default=None),
+            stop_token_ids=stops,
+            ignores_eos=ignores_eos,
+            terms=terms,
+            priority=sampling.priority,
         )
 
     def _constraint(self, request: GenerationRequest, form: AnswerForm, reading: Reading) -> TokenConstraint:

@@ -258,6 +258,9 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
     std::vector<std::int32_t> top_ks, draws, num_logprobs;
     std::vector<std::uint64_t> seeds;
     std::vector<const std::uint32_t*> masks;
+    std::vector<std::span<const LogitEdit>> edits;
+    std::vector<float> min_ps;
+    const bool has_terms = std::ranges::any_of(rows, [](const RunRow& row) { return row.samples && row.request->terms.has_value(); });
     for (const std::size_t place : order) {
         const RunRow& row = rows[place];
         if (!row.samples) continue;
@@ -270,9 +273,13 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         draws.push_back(row.draw);
         num_logprobs.push_back(request.logprobs.value_or(-1));
         masks.push_back(row.mask);
+        if (has_terms) {
+            edits.push_back(row.edits);
+            min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
+        }
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs);
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pocketllm.backends.base import (
     MAX_LOGPROBS,
+    SAMPLER_FLAGS,
     Backend,
     Capabilities,
     EngineRequest,
@@ -51,6 +52,8 @@ class CppBackend(Backend):
         ConfigurationError: an option that this plane can't honour, before anything is loaded.
     """
 
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
+
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
@@ -60,9 +63,9 @@ class CppBackend(Backend):
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
         self._fallback_eos: frozenset[int] = frozenset()  # of the tokenizer, where the checkpoint names none
-        self._capabilities = Capabilities(
-            "cpp", "cpu", args.max_batch_size or 0, self._context_length, int(checkpoint.config["vocab_size"]), logprobs=True, structured_outputs=True
-        )
+        declared = dict.fromkeys(self.DECLARES, True)
+        vocab_size = int(checkpoint.config["vocab_size"])
+        self._capabilities = Capabilities("cpp", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, **declared)  # type: ignore[arg-type]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -120,6 +123,7 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            **dict.fromkeys(SAMPLER_FLAGS, caps.logit_terms),
             prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
@@ -150,10 +154,13 @@ class CppBackend(Backend):
         if self._engine is None:
             state = "The engine is closed: it takes no more requests." if self._closed else "The model is still loading: try again when /ready answers 200."
             raise BackendUnavailableError(state)
-        eos = request.eos_token_ids or self._fallback_eos
-        if self._replaced_eos and eos:
-            # A grammar ends on the ids that it was made with, so those still end its row.
-            eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos = request.eos_token_ids - request.stop_token_ids
+        if not request.ignores_eos:
+            eos = eos or self._fallback_eos
+            if self._replaced_eos and eos:
+                # A grammar ends on the ids that it was made with, so those still end its row.
+                eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos |= request.stop_token_ids
         check_request(request, self._capabilities)
         self._engine.submit(request, eos, on_step)
 
@@ -205,6 +212,8 @@ class _Engine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
+            priority=request.priority,
             prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:

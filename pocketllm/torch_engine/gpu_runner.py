@@ -15,6 +15,7 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, DrawnTokens
 from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.logit_edits import edits_of
 from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
@@ -98,7 +99,9 @@ class GpuRunner:
         step_inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
         requests = [step[place].row.request for place in sampling]
         if sampling:  # ahead of the step, for between its kernels the device would wait for the copy
-            self._sampler.prepare(requests, [step[place].row.num_generated for place in sampling], words)
+            edits = {sample: found for sample, place in enumerate(sampling) if (found := edits_of(step[place].row)) is not None}
+            draws, slots = [step[place].row.num_generated for place in sampling], [step[place].row.slot for place in sampling] if edits else ()
+            self._sampler.prepare(requests, draws, words, edits, slots)
         if ranks is not None:
             hidden = self._hidden(step_inputs)
             ranks.compute(hidden, self.model)
@@ -193,7 +196,7 @@ class GpuFlight:
             if sample in self._errors:
                 results[place] = self._errors[sample]
             elif status[sample]:
-                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed()
+                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed(request)
             elif request.logprobs is None or ids[sample] in request.eos_token_ids:
                 results[place] = Draw(ids[sample])
             else:

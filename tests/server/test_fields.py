@@ -117,6 +117,9 @@ ROWS: list[tuple[str, Row]] = [
     ("min_tokens", Row(BOTH, [0, 0.0], [False, -1, 1.5, "1"], {"min_tokens": [1]})),
     ("ignore_eos", Row(BOTH, [False], [0, 1, "true"], {"ignore_eos": [True]})),
     ("stop_token_ids", Row(BOTH, [[]], [1, [True], [1.5], [-1], ["1"], {}, ""], {"stop_token_ids": [[1], [2.0, 3]]})),
+    ("allowed_token_ids", Row(BOTH, [], [1, [], [True], [1.5], [-1], ["1"], {}, ""], {"allowed_token_ids": [[1], [2.0, 3]]})),
+    ("bad_words", Row(BOTH, [[]], [1, "a", [""], ["a", ""], [5], [["a"]], {}, ["a"] * 1001], {"bad_words": [["a"], ["a b", "é"]]})),
+    ("priority", Row(BOTH, [0, 0.0], [True, "1", 1.5, [], 2**31, -(2**31) - 1], {"priority": [1, -5, 2**31 - 1, -(2**31)]})),
     ("max_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, True, "1", [1], 1e300, 10**4300 - 1])),
     ("max_completion_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, False, "1"])),
     ("temperature", Row(BOTH, [0, 0.0], [-0.1, True, "1", [], 2.1, 99, 10**400], {"per_request_sampling": [1, 0.5, 2]})),
@@ -398,7 +401,7 @@ def test_every_field_rule_and_feature_is_covered_here() -> None:
 
 
 def test_refused_fields_are_those_that_no_server_of_today_acts_on() -> None:
-    today = features(EVERY_FLAG, "full", frozenset(VOCABULARY_FEATURES)) - {"penalties", "logit_bias"}
+    today = features(EVERY_FLAG, "full", frozenset(VOCABULARY_FEATURES))
     for f in FIELDS:
         for endpoint in f.endpoints:
             lifts = {rule.feature for rule in RULES if rule.field == f.name and endpoint in rule.endpoints and rule.feature is not None}

@@ -73,6 +73,9 @@ REFUSED: list[tuple[tuple[Endpoint, ...], dict[str, Any], str, list[dict[str, An
     (CHAT, {"continue_final_message": True}, "continue_final_message", [{"continue_final_message": False}]),
     (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget", [{"thinking_token_budget": None}]),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens", []),
+    (BOTH, {"allowed_token_ids": [5]}, "allowed_token_ids", [{"allowed_token_ids": None}]),
+    (BOTH, {"bad_words": ["x"]}, "bad_words", [{"bad_words": []}]),
+    (BOTH, {"priority": 1}, "priority", [{"priority": 0}]),
     # no such field
     (BOTH, {"grammar": "x"}, "grammar", []),
     (COMPLETIONS, {"request_id": "a"}, "request_id", []),

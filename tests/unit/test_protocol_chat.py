@@ -155,7 +155,7 @@ def test_prompts() -> None:
         ({"stop": ["a"]}, ConfigurationError, "stop"),
         ({"n": 2}, ConfigurationError, "n"),
         ({"tools": [{"type": "function"}]}, ConfigurationError, "tools[0].function"),
-        ({"frequency_penalty": 1}, UnsupportedFeatureError, "frequency_penalty"),
+        ({"frequency_penalty": 1}, ConfigurationError, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, UnsupportedFeatureError, "response_format"),
         ({"unknown": 1}, ConfigurationError, "unknown"),
         ({"prompt": "Hi"}, ConfigurationError, "prompt"),
