@@ -259,7 +259,7 @@ class GenerationService:
             eos,
             is_open=reading.is_reasoning,
             budget=budget,
-            call_id=self._call_id if constraint is None else None,
+            call_id=self._call_id if constraint is None and self._syntax is not None else None,
         )
 
     def _reading(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> Reading:

@@ -69,9 +69,9 @@ def _json(schema: Any) -> str:
 
 def _grammar(text: str, *, leading_newlines: bool) -> str:
     try:
-        checked = checked_lark(text, "own_start" if leading_newlines else "start")
+        checked = checked_lark(text, "own_start")  # so that what is put around it may have a start of its own
     except LarkError as error:
         raise _refused("grammar", text, f"as a grammar in Lark, {error}", "Send a grammar without it", is_invalid=False) from None
     if not leading_newlines:
-        return checked
+        return f"start: own_start\n{checked}"
     return f"start: own_lines? own_start\nown_lines: /\\n{{1,2}}/\n{checked}"

@@ -110,6 +110,17 @@ def test_answers_over_http() -> None:
     assert (message["reasoning_content"], message["content"]) == ("hm", "left")
 
 
+def test_a_form_beside_tools_that_may_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}]
+    called = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
+    for form in ({"grammar": 'start: "a" start | "b"'}, {"regex": "a*b"}):
+        for answer in ("aab", called):
+            body = chat_body(structured_outputs=form, tools=tools, max_tokens=200)
+            message = call("POST", "/v1/chat/completions", qwen_like(answer), json=body).json()["choices"][0]["message"]
+            assert message["content"] == ("aab" if answer == "aab" else None)
+            assert [one["function"]["arguments"] for one in message.get("tool_calls", [])] == ([] if answer == "aab" else ['{"x": 3}'])
+
+
 def test_two_forms_are_refused() -> None:
     body = chat_body(structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
     response = call("POST", "/v1/chat/completions", json=body)
