@@ -33,7 +33,7 @@ def form_grammar(field: str, value: Mapping[str, Any], *, leading_newlines: bool
     kind, form = next((name, item) for name, item in value.items() if item is not None and item is not False)
     if kind == "grammar":
         return _grammar(form, leading_newlines=leading_newlines)
-    rule = {"regex": _regex, "choice": _choice, "json": _json, "json_object": _json}[kind](form)
+    rule = _regex(form) if kind == "regex" else _choice(form) if kind == "choice" else _json(form)
     lead = "lines? " if leading_newlines else ""
     return f"start: {lead}answer\nanswer: {rule}\n" + ("lines: /\\n{1,2}/\n" if leading_newlines else "")
 

@@ -32,7 +32,7 @@ class InfillMarkers:
 def find_infill_markers(tokenizer: Tokenizer) -> InfillMarkers | None:
     """The markers of a vocabulary in which each is one token, or None."""
     for markers in _MARKERS:
-        ids = [tokenizer.backend.token_to_id(marker) for marker in markers]
-        if all(id_ is not None for id_ in ids):
-            return InfillMarkers(*ids)
+        prefix_id, suffix_id, middle_id = (tokenizer.backend.token_to_id(marker) for marker in markers)
+        if prefix_id is not None and suffix_id is not None and middle_id is not None:
+            return InfillMarkers(prefix_id, suffix_id, middle_id)
     return None
