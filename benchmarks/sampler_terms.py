@@ -14,7 +14,6 @@ import datetime
 import json
 import random
 import shlex
-import statistics
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +24,7 @@ from pocketllm import LLM, EngineArgs, SamplingParams
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug, slug
 from pocketllm.bench.sides.pocketllm_side import SETTLING, rounds, steps_of_answer
 from random_checkpoint import SHAPES, random_model
+from sampler_terms_table import table
 from tree import ROOT
 
 KINDS = ("greedy", "drawn", "terms")
@@ -50,12 +50,11 @@ def main() -> int:
         details = {key: str(value) for key, value in llm.capabilities.details.items()}
     finally:
         llm.close()
-    medians = {kind: statistics.median(sample["rate"] for sample in of_kind) for kind, of_kind in samples.items()}
     gpu = describe_gpu() if device.startswith("cuda") else None
     report = {
         "benchmark": "sampler_terms",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/sampler_terms.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/sampler_terms.py", *_asked(options)]),
         "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
         "hardware": {**hardware, **({"gpu": gpu} if gpu else {})},
         "model": {"shape": options.shape, "weights": "random, bf16"} if options.shape else {"name": "the default model"},
@@ -63,16 +62,12 @@ def main() -> int:
         "rows": options.rows,
         "prompt_tokens": options.prompt,
         "samples": samples,
-        "medians": medians,
-        "terms_of_drawn": medians["terms"] / medians["drawn"] if {"terms", "drawn"} <= medians.keys() else None,
     }
     output = options.output or ROOT / "benchmarks" / "results" / (gpu_slug(gpu) if gpu else slug(hardware)) / "sampler_terms.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("| rows | tokens/s, median | of drawn |\n| --- | --- | --- |")
-    for kind, rate in medians.items():
-        print(f"| {options.rows} {kind} | {rate:,.1f} | {rate / medians.get('drawn', rate):.3f} |")
-    print(f"\nWritten to {output}")
+    print(table(report))
+    print(f"Written to {output}")
     return 0
 
 
@@ -127,6 +122,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--commit", help="that is measured, where the tree is no clone")
     parser.add_argument("--output", type=Path, help="result file [benchmarks/results/<hardware>/sampler_terms.json]")
     return parser.parse_args()
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    """The arguments that say what is measured."""
+    shape = [] if options.shape is None else ["--shape", options.shape]
+    numbers = [word for name in ("rows", "prompt", "steps", "rounds") for word in (f"--{name}", str(getattr(options, name)))]
+    more = ["--engine-args", json.dumps(options.engine_args)] if options.engine_args else []
+    return [*shape, "--device", options.device, "--kinds", ",".join(options.kinds), *numbers, *more]
 
 
 def _kinds(text: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # its programs import each other by f
 import cuda_table  # noqa: E402
 import native_cpu_table  # noqa: E402
 import native_cuda_table  # noqa: E402
+import sampler_terms_table  # noqa: E402
 import serving_cuda_table  # noqa: E402
 import serving_table  # noqa: E402
 from pocketllm.bench.compare import comparison_table  # noqa: E402
@@ -28,6 +29,7 @@ _TITLES = {
     "serving": "The HTTP front end, no model",
     "torch_cuda": "The torch plane on a GPU",
     "serving_cuda": "Over HTTP on a GPU",
+    "sampler_terms": "What the sampler's terms cost",
     "load_generator": "The load generator against a known schedule",
     "compare": "`pocketllm bench compare`",
     "latency": "`pocketllm bench latency`",
@@ -206,6 +208,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "latency": latency_table,
     "throughput": throughput_table,
     "serve": load_table,
+    "sampler_terms": sampler_terms_table.table,
 }
 
 
