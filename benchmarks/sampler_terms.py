@@ -15,6 +15,7 @@ import json
 import random
 import shlex
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,17 @@ def main() -> int:
 
 
 def _measure(llm: LLM, kind: str, options: argparse.Namespace, vocab_size: int, chooser: random.Random) -> dict[str, float]:
-    """Tokens of all rows a second while all decode, after prompts drawn afresh."""
+    """Tokens of all rows a second, and a second of this process's processors, while all decode, after prompts drawn afresh."""
     budget = steps_of_answer(options.rows, options.steps)
     sampling = [_sampling(kind, budget, vocab_size, row) for row in range(options.rows)]
     prompts = [chooser.choices(range(vocab_size // 20, vocab_size - vocab_size // 10), k=options.prompt) for _ in sampling]
     with ExitStack() as stack:
         streams = [stack.enter_context(llm.generate_stream(prompt, one)) for prompt, one in zip(prompts, sampling, strict=True)]
-        marks = list(rounds(streams))[SETTLING:]
+        marks = [(clock, time.process_time(), total) for clock, total in rounds(streams)][SETTLING:]
     if len(marks) < 2:
         raise SystemExit(f"an answer ended before all {options.rows} rows had been decoding for {SETTLING + 1} steps: take more --steps")
-    (began, before), (ended, after) = marks[0], marks[-1]
-    return {"rate": (after - before) / (ended - began), "steps": (after - before) / options.rows}
+    (began, cpu_began, before), (ended, cpu_ended, after) = marks[0], marks[-1]
+    return {"rate": (after - before) / (ended - began), "cpu_rate": (after - before) / (cpu_ended - cpu_began), "steps": (after - before) / options.rows}
 
 
 def _sampling(kind: str, budget: int, vocab_size: int, seed: int) -> SamplingParams:

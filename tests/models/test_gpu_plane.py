@@ -100,8 +100,8 @@ def test_greedy_ids_in_padded_steps(name: str, tmp_path: Path, monkeypatch: pyte
 def test_rows_with_terms_draw_what_the_oracle_draws(tmp_path: Path) -> None:
     """Launched ahead of the ids that their terms count, in chunks, beside rows without terms."""
     write_tiny(tmp_path)
-    rows = rows_of_terms(SIZES["vocab_size"], frozenset({0, 9}), 16 if IS_GPU else 4)
-    rows = rows if IS_GPU else [rows[place] for place in (2, 9, 10, 0)]
+    rows = rows_of_terms(SIZES["vocab_size"], frozenset({0, 9}), 16 if IS_GPU else 3)
+    rows = rows if IS_GPU else [rows[10], rows[0]]
     answers = list(run(load(tmp_path, prefill_chunk_tokens=CHUNK, max_batch_size=len(rows)), rows).values())
     texts = [[*row.prompt_token_ids, *answer] for row, answer in zip(rows, answers, strict=True)]
     for row, answer, logits in zip(rows, answers, logits_of(tmp_path, texts, 0), strict=True):
