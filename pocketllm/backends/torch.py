@@ -118,11 +118,16 @@ class TorchBackend(Backend):
             if "num_threads" not in self._args.backend_options:
                 num_threads = max(1, num_threads // rank.local_size)
         order = Order(self._args, self._checkpoint, self._context_length, progress, check_open, group)
-        if device.type == "cpu":
-            plane = load_on_cpu(order, num_threads, native_kernels=self._options.native_kernels)
-        else:
-            plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
-        order.agreed(0)  # every rank has loaded its part
+        try:
+            if device.type == "cpu":
+                plane = load_on_cpu(order, num_threads, native_kernels=self._options.native_kernels)
+            else:
+                plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
+            order.agreed(0)  # every rank has loaded its part
+        except BaseException:
+            if group is not None:
+                group.close()  # else the others wait for this one
+            raise
         return plane, group
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:

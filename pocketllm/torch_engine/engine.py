@@ -46,6 +46,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
         self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
         self._listeners: dict[str, StepCallback] = {}  # guarded by _wake
+        self._telling = threading.RLock()  # held while a listener is called, so that nothing follows what another thread says at the end
         self._health = Health("loading")
         self._closing = False
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
@@ -280,17 +281,18 @@ class Engine:
         self._emit(StepOutput(request_id, update.token_ids, update.num_generated, update.finish_reason, cached, logprobs=draw.logprobs))
 
     def _emit(self, output: StepOutput) -> None:
-        with self._wake:
-            listener = self._listeners.get(output.request_id)
-            if listener is None:  # it was abandoned while this was computed
-                return
-            if output.finish_reason is not None:
-                del self._active[output.request_id], self._listeners[output.request_id]
-        try:
-            listener(output)
-        except Exception:
-            logger.exception("The listener of request %s failed; the request is cancelled", output.request_id)
-            self.cancel(output.request_id)
+        with self._telling:
+            with self._wake:
+                listener = self._listeners.get(output.request_id)
+                if listener is None:  # it was abandoned while this was computed
+                    return
+                if output.finish_reason is not None:
+                    del self._active[output.request_id], self._listeners[output.request_id]
+            try:
+                listener(output)
+            except Exception:
+                logger.exception("The listener of request %s failed; the request is cancelled", output.request_id)
+                self.cancel(output.request_id)
 
     def _stop(self, health: Health, error: BaseException | None) -> None:
         """End every request and refuse new ones."""

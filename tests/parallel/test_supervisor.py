@@ -213,12 +213,36 @@ def test_ranks_by_hand_need_a_number_alone(monkeypatch: pytest.MonkeyPatch) -> N
         (["--tensor-parallel-rank", "1"], "tensor_parallel_rank"),
         (["--no-tensor-parallel-supervisor", "--tensor-parallel-master-port", "29500"], "tensor_parallel_master_port"),
         (["--tensor-parallel-master-addr", "10.0.0.1"], "tensor_parallel_master_addr"),
+        (["--tensor-parallel-master-addr", "", "--tensor-parallel-master-port", "29500"], "tensor_parallel_master_addr"),
     ],
 )
 def test_flags_that_would_be_ignored_are_refused(options: list[str], param: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no-such-model", "--tensor-parallel-size", "2", *options]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert param in line.replace("-", "_")
+
+
+def test_a_channel_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    note = (tmp_path / "note").open("w")
+    for number, what in ((4000, "Bad file descriptor"), (note.fileno(), "Socket operation on non-socket")):
+        for name, value in {"TP_RANK": "1", "TP_WORLD": "2", "POCKETLLM_TP_DIR": str(tmp_path), "POCKETLLM_TP_CONTROL_FD": str(number)}.items():
+            monkeypatch.setenv(name, value)
+        assert main(["serve", "--tensor-parallel-size", "2", "--no-tensor-parallel-supervisor"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"POCKETLLM_TP_CONTROL_FD = {number} names no socket of this process ({what}): unset it" in line
+    note.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_are_ranks_ends_the_command(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("pocketllm.backends.open.open_backend", send)
+    before = signal.getsignal(number)
+    assert main(["serve", "--tensor-parallel-size", "2"]) == 0
+    assert signal.getsignal(number) == before
+    assert children() == []
 
 
 def test_ranks_that_can_not_meet_say_where() -> None:
