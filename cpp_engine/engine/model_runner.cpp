@@ -26,8 +26,9 @@ int padded_rows_of(int num_rows) {
 
 }  // namespace
 
-ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens)
+ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens, Communicator* ranks)
     : device_(device), model_(model), shape_(shape), slot_bytes_(slot_bytes(model)) {
+    if (ranks) shared_.emplace(device, *ranks, model.vocab_size(), model.logit_share());
     allocate_kv(kv_cache_dtype);
     allocate_states();
     has_graphs_ = device.capture([] {}) != nullptr;
@@ -223,7 +224,12 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         masks.push_back(row.mask);
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    const SampleInputs inputs{temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks};
+    if (shared_) {
+        shared_->sample(logits, inputs, outputs);
+    } else {
+        device_.sample(logits, inputs, outputs);
+    }
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });
@@ -251,7 +257,8 @@ std::vector<float> ModelRunner::logits(const RunRow& row, std::span<const StateC
         part.num_computed_tokens = row.num_computed_tokens + static_cast<int>(start);
         const int count = static_cast<int>(part.token_ids.size());
         reserve(count, count);
-        const Tensor found = model_.forward(upload({&part, 1}, order, true), {kv_layers_, state_layers_});
+        Tensor found = model_.forward(upload({&part, 1}, order, true), {kv_layers_, state_layers_});
+        if (shared_) found = shared_->whole(found);
         device_.download(values.data() + start * vocab_size, found.data, part.token_ids.size() * vocab_size * sizeof(float));
     }
     return values;

@@ -32,6 +32,9 @@ class QwenEngineOptions:
     num_threads: int
     prefill_chunk_tokens: int
     enable_prefix_caching: bool
+    tensor_parallel_size: int
+    tensor_parallel_rank: int
+    rendezvous_dir: str
     seed: int
     def __init__(
         self,
@@ -45,6 +48,9 @@ class QwenEngineOptions:
         num_threads: int = 0,
         prefill_chunk_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_rank: int = 0,
+        rendezvous_dir: str = "",
         seed: int = 0,
     ) -> None: ...
 
@@ -131,6 +137,9 @@ class QwenEngine:
     def verify(self, tokens: TokenIds) -> list[int]: ...
     def logits(self, tokens: TokenIds) -> npt.NDArray[np.float32]: ...
     def warmup(self) -> None: ...
+    def follow(self) -> None: ...
+    def dismiss(self) -> None: ...
+    def abandon(self, reason: str) -> None: ...
     def reset(self) -> None: ...
     @property
     def num_tokens(self) -> int: ...
@@ -165,6 +174,9 @@ class PersistentOptions(QwenEngineOptions):
         num_threads: int = 0,
         prefill_chunk_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_rank: int = 0,
+        rendezvous_dir: str = "",
         seed: int = 0,
         warmup: bool = True,
     ) -> None: ...
