@@ -276,6 +276,12 @@ void SharedMemoryCommunicator::barrier() {
     await_all(true);
 }
 
+void SharedMemoryCommunicator::check() const {
+    for (int any = 0; any < size(); ++any) {
+        if (const std::string loss = loss_of(any); !loss.empty()) throw Error(ErrorKind::unavailable, loss);
+    }
+}
+
 void SharedMemoryCommunicator::abort(const std::string& reason) noexcept {
     const std::lock_guard lock(abort_mutex_);
     Header& own = segments_[static_cast<std::size_t>(rank())]->header();

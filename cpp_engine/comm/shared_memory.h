@@ -38,6 +38,7 @@ public:
     void exchange(const void* part, std::size_t num_bytes, void* parts) override;
     void broadcast(std::vector<std::byte>& bytes) override;
     void barrier() override;
+    void check() const override;
     void abort(const std::string& reason) noexcept override;
 
 private:

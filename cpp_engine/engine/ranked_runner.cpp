@@ -24,7 +24,9 @@ std::vector<Draw> LeadingRunner::run(std::span<const RunRow> rows, std::span<con
     return or_abort(ranks_, [&] {
         std::vector<std::byte> order = write_order(OrderKind::run, rows, copies, vocab_size());
         ranks_.broadcast(order);
-        return inner_.run(rows, copies);
+        std::vector<Draw> draws = inner_.run(rows, copies);
+        ranks_.check();
+        return draws;
     });
 }
 
@@ -35,7 +37,9 @@ std::vector<float> LeadingRunner::logits(const RunRow& row, std::span<const Stat
         if (told.request == nullptr) told.request = &none;
         std::vector<std::byte> order = write_order(OrderKind::logits, {&told, 1}, copies, vocab_size());
         ranks_.broadcast(order);
-        return inner_.logits(row, copies);
+        std::vector<float> values = inner_.logits(row, copies);
+        ranks_.check();
+        return values;
     });
 }
 

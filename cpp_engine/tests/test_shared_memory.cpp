@@ -163,12 +163,14 @@ TEST(a_killed_process_is_noticed) {
     killer.join();
     float one = 1;
     CHECK_THROWS(ranks.sum(&one, 1), "rank 1 of 2 is lost");
+    CHECK_THROWS(ranks.check(), "rank 1 of 2 is lost");
 }
 
 TEST(what_a_rank_said_before_its_end_arrives) {
     const TemporaryFolder folder;
     OtherProcess other(folder, [](SharedMemoryCommunicator& ranks) { ranks.least(7); });
     SharedMemoryCommunicator ranks(meeting_of(folder, 0, 2));
+    ranks.check();
     CHECK_EQ(ranks.least(9), 7);
     CHECK_EQ(other.end(), 0);
     CHECK_THROWS(ranks.least(9), "rank 1 of 2 is lost");

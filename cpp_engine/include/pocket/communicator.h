@@ -27,6 +27,9 @@ public:
     virtual void barrier() = 0;                                                            // every rank has come here, which may take as long as it takes
     std::int64_t least(std::int64_t number);                                               // of the ranks' numbers
 
+    // From any thread, without waiting: throws as a call would, once a rank is lost. A device that works behind the host may have computed nonsense since.
+    virtual void check() const = 0;
+
     // From any thread: this rank can't go on, as `reason` says in one line. Its own calls and those of the others throw from now on.
     virtual void abort(const std::string& reason) noexcept = 0;
 
