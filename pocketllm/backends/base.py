@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pocketllm.parallel.rank import Rank
+
 EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
 HealthState = Literal["loading", "ready", "dead", "closed"]
 
@@ -202,9 +204,11 @@ class Backend(ABC):
 
     Attributes:
         on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
+        rank: this process among several ranks, set before `load` by who started the others; None looks into the environment.
     """
 
     on_death: Callable[[str], None] | None = None
+    rank: Rank | None = None
 
     @property
     @abstractmethod

@@ -144,7 +144,7 @@ class CppBackend(Backend):
             progress(LoadProgress(fraction, message))
 
         args = self._args
-        rank = None if args.tensor_parallel_size == 1 else rank_here(args)
+        rank = None if args.tensor_parallel_size == 1 else shared_memory_rank(self.rank or Rank.from_environment(args))
         options = native.QwenEngineOptions(
             device=args.device if rank is None else rank_device(args.device, native.backend, rank),
             dtype=args.dtype,
@@ -255,13 +255,12 @@ def import_native() -> Any:
     return pocketllm_cpp
 
 
-def rank_here(args: EngineArgs) -> Rank:
-    """This process among the ranks, which meet in a directory.
+def shared_memory_rank(rank: Rank) -> Rank:
+    """`rank`, which meets the others in a directory.
 
     Raises:
-        UnsupportedFeatureError: no launcher started it, or its ranks are on several machines. ConfigurationError: they have no directory, or as Rank says.
+        UnsupportedFeatureError: the ranks are on several machines. ConfigurationError: they have no directory.
     """
-    rank = Rank.from_environment(args)
     if rank.local_size != rank.size:
         raise UnsupportedFeatureError(
             f'"tensor_parallel_size" = {rank.size} over several machines is not supported on the cpp plane, whose ranks share memory: send backend "torch".',

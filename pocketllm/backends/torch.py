@@ -108,13 +108,13 @@ class TorchBackend(Backend):
         from pocketllm.torch_engine.gpu_plane import load_on_gpu, resolve_device
         from pocketllm.torch_engine.plane import Order, load_on_cpu
 
-        rank = Rank.from_environment(self._args) if self._args.tensor_parallel_size > 1 else None
+        rank = (self.rank or Rank.from_environment(self._args)) if self._args.tensor_parallel_size > 1 else None
         device, group, num_threads = resolve_device(self._args.device, rank), None, self._options.num_threads
         if rank is not None:
             from pocketllm.torch_engine.rank_group import RankGroup
 
             progress(LoadProgress(0.0, f"waiting for the other ranks of {rank.size}"))
-            group = RankGroup(rank, device)
+            group = RankGroup(rank, device, check_open)
             if "num_threads" not in self._args.backend_options:
                 num_threads = max(1, num_threads // rank.local_size)
         order = Order(self._args, self._checkpoint, self._context_length, progress, check_open, group)
