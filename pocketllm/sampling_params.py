@@ -37,6 +37,7 @@ class SamplingParams(metaclass=_Keywords):
         n: number of choices, 1 to 128 [1]. Choice 0 has the seed, the others have seeds mixed from it.
         stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
         logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
+        prompt_logprobs: the same for each token of the prompt but the first. With it max_tokens may be 0, and then nothing is generated [none].
 
     Raises:
         ConfigurationError: a value has the wrong type or is out of range, or there is no such field; `param` names the field.
@@ -51,6 +52,7 @@ class SamplingParams(metaclass=_Keywords):
     n: int = 1
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         from pocketllm.protocol.sampling import check_values, whole_values  # here, since the table reads this module's limits

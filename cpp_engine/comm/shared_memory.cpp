@@ -24,7 +24,7 @@ namespace {
 constexpr std::uint64_t layout = 0x706f636b65740001;        // of the files, with its version
 constexpr std::size_t half_bytes = std::size_t{1} << 20;
 constexpr std::size_t reason_bytes = 512;
-constexpr int spins = 4000;                                 // some ten microseconds, about what a sleep and a wake cost
+constexpr int spins = 4000;                                 // up to some hundred microseconds, a few times what a sleep and a wake cost
 constexpr std::chrono::milliseconds beat{100};              // between two looks whether a rank that is waited for has ended
 
 std::string text_of(int code) { return std::generic_category().message(code); }

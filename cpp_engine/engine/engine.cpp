@@ -59,7 +59,7 @@ void check_terms(const Request& request, const CacheShape& cache, int vocab_size
                     text("\"prompt_token_ids\" has ", *unknown, " at place ", unknown - prompt.begin(), ": send ids from 0 to ", vocab_size - 1, "."),
                     "prompt_token_ids");
     }
-    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "send a whole number of at least 1");
+    require(request.max_tokens >= (request.prompt_logprobs ? 0 : 1), "max_tokens", request.max_tokens, "send a whole number of at least 1");
     const std::int64_t held = static_cast<std::int64_t>(cache.num_blocks) * cache.block_size;
     const std::int64_t most = cache.max_model_len > 0 ? std::min<std::int64_t>(held, cache.max_model_len) : held;
     if (static_cast<std::int64_t>(prompt.size()) + request.max_tokens > most) {
@@ -75,6 +75,10 @@ void check_terms(const Request& request, const CacheShape& cache, int vocab_size
     require(request.top_k >= 0, "top_k", request.top_k, "send a whole number of at least 0");
     if (request.logprobs) {
         require(*request.logprobs >= 0 && *request.logprobs <= max_logprobs, "logprobs", *request.logprobs, "send a whole number from 0 to 20");
+    }
+    if (request.prompt_logprobs) {
+        const int count = *request.prompt_logprobs;
+        require(count >= 0 && count <= max_logprobs, "prompt_logprobs", count, "send a whole number from 0 to 20");
     }
 }
 
@@ -238,7 +242,7 @@ private:
         std::vector<RunRow> rows;
         StepPlan kept;
         for (const ScheduledRow& scheduled : step) {
-            const Row& row = *scheduled.row;
+            Row& row = *scheduled.row;
             const std::uint32_t* mask = nullptr;
             try {
                 if (scheduled.samples) mask = masks_.fill(kept.size(), row);
@@ -248,11 +252,18 @@ private:
             }
             const auto first = static_cast<std::size_t>(row.num_computed_tokens), count = static_cast<std::size_t>(scheduled.num_tokens);
             rows.push_back({std::span(row.token_ids).subspan(first, count), row.num_computed_tokens, row.block_table, row.slot, scheduled.samples, &row.request,
-                            row.num_generated(), mask});
+                            row.num_generated(), mask, ranked(row, scheduled.num_tokens)});
             kept.push_back(scheduled);
         }
         step = std::move(kept);
         return rows;
+    }
+
+    static RankedTokens ranked(Row& row, int num_tokens) {
+        const auto [begin, end] = row.ranked(num_tokens);
+        if (begin == end) return {};
+        const std::span ids = std::span(std::as_const(row.token_ids)).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+        return {begin - 1 - row.num_computed_tokens, ids, *row.request.prompt_logprobs, &row.prompt_logprobs};
     }
 
     // Without those that say that a row starts at its first token, which is nothing to carry out.
@@ -296,10 +307,10 @@ private:
     }
 
     void publish(const RowUpdate& update, TokenLogprobs& logprobs) {
-        const Row& row = *update.row;
-        ++totals_.generated_tokens;
-        if (update.num_generated == 1) totals_.cached_tokens += static_cast<std::uint64_t>(*row.cached_tokens);
-        StepOutput output{row.id, {}, update.num_generated, update.finish_reason, *row.cached_tokens, nullptr, {}};
+        Row& row = *update.row;
+        totals_.generated_tokens += update.num_generated > 0;
+        if (update.num_generated <= 1) totals_.cached_tokens += static_cast<std::uint64_t>(*row.cached_tokens);
+        StepOutput output{row.id, {}, update.num_generated, update.finish_reason, *row.cached_tokens, nullptr, {}, std::exchange(row.prompt_logprobs, {})};
         if (update.token_id) {
             output.token_ids.push_back(*update.token_id);
             if (row.request.logprobs) output.logprobs.push_back(std::move(logprobs));
@@ -315,7 +326,7 @@ private:
 
     void emit_end(const Row& row, std::exception_ptr error) {
         const FinishReason reason = error == nullptr ? FinishReason::cancelled : FinishReason::error;
-        emit({row.id, {}, row.num_generated(), reason, row.cached_tokens.value_or(0), std::move(error), {}});
+        emit({row.id, {}, row.num_generated(), reason, row.cached_tokens.value_or(0), std::move(error), {}, {}});
     }
 
     // Call the row's listener, which may call the engine, so without the lock. Only this thread erases from active_, and its nodes stay where they are.

@@ -13,6 +13,7 @@
 #include "core/cores.h"
 #include "core/splitmix.h"
 #include "engine/model_runner.h"
+#include "engine/warm_up.h"
 #include "io/eos.h"
 #include "models/qwen3_5.h"
 #include "models/qwen3_5_config.h"
@@ -77,6 +78,7 @@ CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& d
     CacheOptions wanted;
     wanted.max_model_len = options.max_model_len;
     wanted.max_batch_size = options.max_batch_size;
+    wanted.default_rows = device.default_rows;
     wanted.kv_cache_memory = options.kv_cache_memory;
     wanted.prefill_token_budget = options.prefill_chunk_tokens;
     wanted.enable_prefix_caching = options.enable_prefix_caching;
@@ -109,8 +111,13 @@ void QwenEngine::load(const std::string& checkpoint_folder, const LoadProgress& 
     device_ = make_device(options.device, options.num_threads > 0 ? options.num_threads : own_cores);
     if (size > 1) meet(progress);
     model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress, ranks_.get());
+    if (ranks_) ranks_->barrier();  // the weights of all are loaded
+    const CacheOptions wanted = cache_options(options, device_->info(), dtype);
+    if (device_->info().warms_up) {
+        if (progress) progress(1, "trying prompts");
+        try_prompts(*device_, *model_, wanted, ranks_.get());
+    }
     const DeviceInfo device = agreed_device();
-    const CacheOptions wanted = cache_options(options, device, dtype);
     const CachePlan plan = plan_caches(*model_, device, wanted);
     const int step_tokens = options.prefill_chunk_tokens > 0 ? std::min(options.prefill_chunk_tokens, plan.shape.max_model_len) : 512;
     runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots, ranks_.get());
@@ -159,8 +166,6 @@ void QwenEngine::meet(const LoadProgress& progress) {
 DeviceInfo QwenEngine::agreed_device() const {
     DeviceInfo device = device_->info();
     if (!ranks_) return device;
-    ranks_->barrier();  // the weights of all are loaded
-    device = device_->info();
     const auto sharers = static_cast<std::size_t>(device.name == "cpu" ? ranks_->size() : 1);
     device.total_memory /= sharers;
     device.free_memory = static_cast<std::size_t>(ranks_->least(static_cast<std::int64_t>(device.free_memory / sharers)));

@@ -35,12 +35,20 @@ struct Row {
     int slot = -1;                                                     // a running row's own number, and that of its recurrent state; else -1
     std::shared_ptr<Snapshot> snapshot;                                // the newest that was taken of it while it runs
     int snapshot_end = 0;                                              // tokens up to the last whole block before the row's last token when it started
+    int num_ranked = 0;                                                // of the prompt after its first, by steps that were advanced, where it asks for them
+    std::vector<TokenLogprobs> prompt_logprobs;                        // of those, until the row's first output takes them
 
     int num_tokens() const noexcept { return static_cast<int>(token_ids.size()); }
     int num_generated() const noexcept { return static_cast<int>(token_ids.size() - request.prompt_token_ids.size()); }  // unknown ones included
     int num_pending_tokens() const noexcept { return num_tokens() - num_computed_tokens; }
     bool is_running() const noexcept { return slot >= 0; }
-    bool awaits_end() const noexcept { return num_generated() >= request.max_tokens; }  // the id under way is the last that it may draw
+    bool awaits_end() const noexcept { return num_generated() >= std::max(1, request.max_tokens); }  // the id under way is the last that it may draw
+    // Where in token_ids the first and, exclusively, the last of the prompt tokens are that the row's next `num_tokens` tokens rank, each by the token before.
+    std::pair<int, int> ranked(int num_tokens) const noexcept {
+        if (!request.prompt_logprobs) return {0, 0};
+        const int begin = std::max(num_computed_tokens, num_ranked) + 1;
+        return {begin, std::max(begin, std::min(num_computed_tokens + num_tokens + 1, static_cast<int>(request.prompt_token_ids.size())))};
+    }
     bool is_stop(std::int32_t token_id) const noexcept { return std::ranges::find(request.stop_token_ids, token_id) != request.stop_token_ids.end(); }
 };
 

@@ -72,6 +72,7 @@ StepPlan Scheduler::schedule() {
 void Scheduler::advance(const StepPlan& step) {
     for (const auto& [row, num_tokens, samples] : step) {
         if (!row->is_running()) continue;
+        if (row->request.prompt_logprobs) row->num_ranked = std::max(row->num_ranked, row->ranked(num_tokens).second - 1);
         row->num_computed_tokens += num_tokens;
         extend_prefixes(*row);
         if (keeps_snapshots()) take_snapshot(*row);
@@ -94,6 +95,7 @@ std::vector<RowUpdate> Scheduler::resolve(const StepPlan& step, std::span<const 
         } else if (row->awaits_end()) {
             update.finish_reason = FinishReason::length;
         }
+        if (row->request.max_tokens == 0) update = {row, place, std::nullopt, 0, FinishReason::length};  // what was drawn is not asked for
         if (update.finish_reason) remove(row);
         updates.push_back(std::move(update));
     }
@@ -121,6 +123,9 @@ int Scheduler::prompt_budget() const {
 // A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there.
 bool Scheduler::start(Row& row) {
     std::vector<std::int32_t> blocks = pool_.match_prefix(row.token_ids);
+    if (row.request.prompt_logprobs) {                                 // what is not computed can't be ranked
+        blocks.resize(std::min(blocks.size(), static_cast<std::size_t>(row.num_ranked / pool_.block_size())));
+    }
     if (states_) {
         while (!blocks.empty() && !states_->has(pool_.prefix_of(blocks.back()))) blocks.pop_back();
     }

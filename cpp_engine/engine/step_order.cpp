@@ -7,11 +7,11 @@ namespace pocket {
 
 namespace {
 
-// A row's part of an order, before its tokens, its blocks and its mask.
+// A row's part of an order, before its tokens, its blocks, the tokens that it ranks and its mask.
 struct RowLine {
     std::uint64_t seed;
-    std::uint32_t num_token_ids, num_blocks;
-    std::int32_t num_computed_tokens, slot, draw, top_k, logprobs;
+    std::uint32_t num_token_ids, num_blocks, num_ranked;
+    std::int32_t num_computed_tokens, slot, draw, top_k, logprobs, first_ranked, num_top;
     float temperature, top_p;
     std::uint8_t samples, has_mask, unused[2];
 };
@@ -56,6 +56,9 @@ std::vector<std::byte> write_order(OrderKind kind, std::span<const RunRow> rows,
         line.num_computed_tokens = row.num_computed_tokens;
         line.slot = row.slot;
         line.draw = row.draw;
+        line.num_ranked = static_cast<std::uint32_t>(row.ranked.ids.size());
+        line.first_ranked = row.ranked.first;
+        line.num_top = row.ranked.num_top;
         line.top_k = request.top_k;
         line.logprobs = request.logprobs.value_or(-1);
         line.temperature = request.temperature;
@@ -65,6 +68,7 @@ std::vector<std::byte> write_order(OrderKind kind, std::span<const RunRow> rows,
         append(bytes, &line, 1);
         append(bytes, row.token_ids.data(), row.token_ids.size());
         append(bytes, row.block_table.data(), row.block_table.size());
+        append(bytes, row.ranked.ids.data(), row.ranked.ids.size());
         if (row.mask != nullptr) append(bytes, row.mask, mask_words(vocab_size));
     }
     return bytes;
@@ -85,6 +89,8 @@ StepOrder::StepOrder(std::span<const std::byte> bytes, int vocab_size) {
         reader.read(owned.token_ids.data(), owned.token_ids.size());
         owned.block_table.resize(line.num_blocks);
         reader.read(owned.block_table.data(), owned.block_table.size());
+        owned.ranked.resize(line.num_ranked);
+        reader.read(owned.ranked.data(), owned.ranked.size());
         if (line.has_mask) {
             owned.mask.resize(mask_words(vocab_size));
             reader.read(owned.mask.data(), owned.mask.size());
@@ -103,6 +109,7 @@ StepOrder::StepOrder(std::span<const std::byte> bytes, int vocab_size) {
         row.request = &owned.request;
         row.draw = line.draw;
         row.mask = line.has_mask ? owned.mask.data() : nullptr;
+        row.ranked = {line.first_ranked, owned.ranked, line.num_top, &owned.found};
     }
 }
 

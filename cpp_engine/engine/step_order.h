@@ -34,7 +34,8 @@ public:
 
 private:
     struct Owned {
-        std::vector<std::int32_t> token_ids, block_table;
+        std::vector<std::int32_t> token_ids, block_table, ranked;
+        std::vector<TokenLogprobs> found;                   // which rank 0 alone has
         std::vector<std::uint32_t> mask;
         Request request;
     };

@@ -50,6 +50,9 @@ public:
     // logits [step.num_samples, logit_share().count] float32, rows logit_share().widest apart, in memory of the model that is valid until the next call.
     // Where ranks share the model, all of them make the call, with the same step.
     virtual Tensor forward(const Step& step, const ModelCaches& caches) = 0;
+
+    // The same for other samples of the step that `forward` has just computed: `step` is that step with sample_tokens of its own.
+    virtual Tensor logits(const Step& step) = 0;
 };
 
 }  // namespace pocket

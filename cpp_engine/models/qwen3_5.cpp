@@ -274,6 +274,11 @@ Tensor Qwen3_5::forward(const Step& step, const ModelCaches& caches) {
         device_.linear(hidden, &layer.feed_forward_norm, *layer.gate_up, Epilogue::swiglu, inner);
         add_product(inner, *layer.down, hidden);
     }
+    return logits(step);
+}
+
+Tensor Qwen3_5::logits(const Step& step) {
+    const Tensor hidden = view(hidden_, DType::float32, step.num_tokens, config_.hidden_size);
     Tensor logits = view(logits_, DType::float32, step.num_samples, logits_of_.count);
     logits.stride = logits_of_.widest;
     if (step.num_samples == 0) return logits;

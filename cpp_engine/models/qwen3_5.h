@@ -40,6 +40,7 @@ public:
     LogitShare logit_share() const noexcept override { return logits_of_; }
     void reserve(int max_tokens, int max_rows, int max_samples) override;
     Tensor forward(const Step& step, const ModelCaches& caches) override;
+    Tensor logits(const Step& step) override;
 
     const Qwen3_5Config& config() const noexcept { return config_; }  // this rank's
 

@@ -61,8 +61,10 @@ void Weights::check_cut(const HostTensor& whole, const char* what, const Range& 
 
 const HostTensor& Weights::cut_rows(const HostTensor& whole, const Range& rows) {
     HostTensor& tensor = parts_.emplace_back(Part{whole, {}}).tensor;
+    const auto skipped = rows.begin * whole.shape[1] * static_cast<std::int64_t>(item_size(whole.dtype));
     tensor.shape[0] = rows.size();
-    tensor.data += static_cast<std::size_t>(rows.begin * whole.shape[1]) * item_size(whole.dtype);
+    tensor.data += skipped;
+    tensor.offset += skipped;
     return tensor;
 }
 
@@ -76,6 +78,7 @@ const HostTensor& Weights::cut_columns(const HostTensor& whole, const Range& col
     }
     part.tensor.shape[1] = columns.size();
     part.tensor.data = part.copies.data();
+    part.tensor.descriptor = -1;  // no file has these values one behind the other
     return part.tensor;
 }
 

@@ -12,6 +12,8 @@ backend: str
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
+def linked_devices() -> list[str]: ...
+
 class Error(RuntimeError):
     kind: Literal["configuration", "unsupported", "unavailable", "device", ""]
     field: str | None
@@ -74,6 +76,8 @@ class EngineCaps:
     def structured_outputs(self) -> bool: ...
     @property
     def max_logprobs(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
     @property
     def speculative_methods(self) -> list[str]: ...
 
@@ -246,6 +250,7 @@ class QwenBatchSamplingParams:
     stop_token_ids: TokenIds | None
     logprobs: int | None
     constraint: TokenConstraint | None
+    prompt_logprobs: int | None
     def __init__(
         self,
         *,
@@ -257,6 +262,7 @@ class QwenBatchSamplingParams:
         stop_token_ids: TokenIds | None = None,
         logprobs: int | None = None,
         constraint: TokenConstraint | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None: ...
 
 @final
@@ -281,6 +287,8 @@ class QwenBatchResult:
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
+    @property
     def error(self) -> BaseException | None: ...
 
 @final
@@ -299,6 +307,8 @@ class QwenBatchStep:
     def error(self) -> BaseException | None: ...
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
 
 @final
 class EngineStats:

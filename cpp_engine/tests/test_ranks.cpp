@@ -96,7 +96,7 @@ struct Answers {
 // Rows that run together, greedy ones and draws of every kind.
 Answers answers_of(QwenEngine& engine) {
     const int vocab_size = engine.config().vocab_size;
-    std::vector<QwenBatchSamplingParams> all(9);
+    std::vector<QwenBatchSamplingParams> all(10);
     for (std::size_t row = 0; row < all.size(); ++row) {
         all[row].max_new_tokens = 12;
         all[row].stop_token_ids.emplace();
@@ -110,6 +110,7 @@ Answers answers_of(QwenEngine& engine) {
     all[6].temperature = 2, all[6].top_k = 1'000'000;
     all[7].temperature = 3, all[7].constraint = std::make_shared<EveryOther>();
     all[8].constraint = std::make_shared<EveryOther>();
+    all[9].prompt_logprobs = 3;
     QwenBatchScheduler scheduler(engine, 4);
     std::vector<RequestId> requests;
     for (std::size_t row = 0; row < all.size(); ++row) requests.push_back(scheduler.submit_request(prompt_of(1 + 13 * static_cast<int>(row), 1, vocab_size), all[row]));
@@ -299,6 +300,7 @@ TEST(orders_are_read_as_they_were_written) {
     row.token_ids = ids, row.block_table = blocks, row.num_computed_tokens = 17, row.slot = 3, row.samples = true, row.request = &request, row.draw = 4;
     RunRow masked = row;
     masked.mask = mask.data();
+    row.ranked = {1, ids, 2, nullptr};
     const RunRow rows[] = {row, masked};
     const StateCopy copies[] = {{1, 2}, {3, 4}};
     const std::vector<std::byte> bytes = write_order(OrderKind::run, rows, copies, 70);
@@ -315,6 +317,10 @@ TEST(orders_are_read_as_they_were_written) {
         CHECK_EQ(read.request->logprobs.value_or(-1), 0);
     }
     CHECK(order.rows()[0].mask == nullptr);
+    const RankedTokens& ranked = order.rows()[0].ranked;
+    CHECK(ranked.first == 1 && ranked.num_top == 2 && ranked.found != nullptr);
+    CHECK_EQ(TokenIds(ranked.ids.begin(), ranked.ids.end()), ids);
+    CHECK(order.rows()[1].ranked.ids.empty());
     CHECK_EQ(std::vector<std::uint32_t>(order.rows()[1].mask, order.rows()[1].mask + 3), mask);
     const std::vector<std::byte> short_bytes(bytes.begin(), bytes.end() - 1);
     CHECK_THROWS(StepOrder(short_bytes, 70), "ends too early");

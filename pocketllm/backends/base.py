@@ -43,6 +43,7 @@ class Capabilities:
         prefix_caching: KV of an equal prompt prefix is reused.
         logprobs: log probabilities of a row's tokens, with up to MAX_LOGPROBS alternatives each.
         structured_outputs: `EngineRequest.constraint` is honoured.
+        prompt_logprobs: `EngineRequest.prompt_logprobs` and a `max_tokens` of 0 are honoured.
         penalties, logit_bias: as the request fields of that name need.
         speculative_methods: names accepted by `speculative_method`.
         details: facts for people, such as the weight layout and its size; never branched on.
@@ -61,6 +62,7 @@ class Capabilities:
     prefix_caching: bool = True
     logprobs: bool = False
     structured_outputs: bool = False
+    prompt_logprobs: bool = False
     penalties: bool = False
     logit_bias: bool = False
     speculative_methods: tuple[str, ...] = ()
@@ -95,7 +97,7 @@ class EngineRequest:
     Args:
         request_id: unique among the active requests.
         prompt_token_ids: at least one id, each in [0, vocab_size).
-        max_tokens: at least 1; prompt and max_tokens together fit into the context.
+        max_tokens: at least 1, or 0 with `prompt_logprobs`, where nothing is generated; prompt and max_tokens together fit into the context.
         temperature: 0 is greedy; then top_p, top_k and seed are not read.
         top_p: in (0, 1]; 1 is off.
         top_k: 0 is off.
@@ -103,6 +105,8 @@ class EngineRequest:
         eos_token_ids: ids that end the row; the id itself is not part of the answer.
         logprobs: how many alternatives to rank at each token, 0 for the drawn token's own log probability alone; None ranks nothing.
         constraint: what the row may say, or None for anything.
+        prompt_logprobs: how many alternatives to rank at each token of the prompt but the first, as `logprobs` does; None ranks nothing. Such a row's prompt
+            is computed whole, and takes nothing of it from the prefix cache.
     """
 
     request_id: str
@@ -115,16 +119,17 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     constraint: TokenConstraint | None = field(default=None, compare=False)
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one generated token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
+    """Natural log probabilities at one token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
 
     None is below -9999.0, which stands for what the model finds impossible.
 
     Args:
-        logprob: of the token that was drawn; finite, at most 0.
+        logprob: of the token that was drawn, or that the prompt has; finite, at most 0.
         top: (id, logprob) of the most likely ids, most likely first, as many as were asked for; of equal ones the lower id comes first.
     """
 
@@ -144,6 +149,7 @@ class StepOutput:
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: why the row failed, when finish_reason is "error".
         logprobs: one entry for each of `token_ids` where the request asked for them, else empty.
+        prompt_logprobs: on the row's first output, one entry for each token of the prompt but the first, where the request asked for them; else empty.
     """
 
     request_id: str
@@ -153,6 +159,7 @@ class StepOutput:
     cached_tokens: int = 0
     error: BaseException | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

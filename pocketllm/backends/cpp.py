@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
+_GPU_CHUNK = 2048  # larger steps are hardly faster, and answers wait for them
 
 
 class CppBackend(Backend):
@@ -52,7 +53,7 @@ class CppBackend(Backend):
         self._checkpoint = checkpoint
         self._options = _Options.read(args, int(checkpoint.config["vocab_size"]))
         self._context_length = context_length(args, checkpoint)
-        self._chunk = _DEFAULT_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
+        self._chunk = _DEFAULT_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens  # on the CPU
         self._engine: NativeEngine | None = None
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
@@ -101,6 +102,7 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
                 "compute_dtype": config.dtype,
@@ -145,8 +147,13 @@ class CppBackend(Backend):
 
         args = self._args
         rank = None if args.tensor_parallel_size == 1 else shared_memory_rank(self.rank or Rank.from_environment(args))
+        device = native.linked_devices()[0] if args.device == "auto" else args.device
+        if rank is not None and device == "cuda":
+            device = f"cuda:{rank.local_index}"
+        if args.prefill_chunk_tokens is None and device.startswith("cuda"):
+            self._chunk = _GPU_CHUNK
         options = native.QwenEngineOptions(
-            device=args.device if rank is None else rank_device(args.device, native.backend, rank),
+            device=args.device if rank is None else device,
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             max_model_len=args.max_model_len or 0,
@@ -273,12 +280,6 @@ def shared_memory_rank(rank: Rank) -> Rank:
             param="tensor_parallel_rank",
         )
     return rank
-
-
-def rank_device(device: str, linked: str, rank: Rank) -> str:
-    """The device of one rank where the user named `device` and the native module has `linked` beside the CPU."""
-    takes_gpu = device == "cuda" or (device == "auto" and linked == "cuda")
-    return f"cuda:{rank.local_index}" if takes_gpu else device
 
 
 def resolve_eos(replaced: frozenset[int], config: pocketllm_cpp.QwenConfig, checkpoint: Checkpoint) -> tuple[frozenset[int], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class NativeEngine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:
             if request_id in self._active:
@@ -120,9 +121,19 @@ class NativeEngine:
                     del self._active[request_id]
                 if error is not None and not isinstance(error, PocketLLMError):
                     error = self._row_error(error)
-            logprobs = tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in step.logprobs)
             try:
-                on_step(StepOutput(request_id, tuple(step.token_ids), step.num_generated, finish, step.cached_tokens, error, logprobs))
+                on_step(
+                    StepOutput(
+                        request_id,
+                        tuple(step.token_ids),
+                        step.num_generated,
+                        finish,
+                        step.cached_tokens,
+                        error,
+                        _ranks(step.logprobs),
+                        _ranks(step.prompt_logprobs),
+                    )
+                )
             except Exception:
                 self.cancel(request_id)  # nobody listens to the rest of it
                 raise
@@ -145,6 +156,10 @@ class NativeEngine:
         if (failure := self._scheduler.failure) is not None:
             return BackendUnavailableError(f"The engine failed: {self._lost or failure}. Restart the server.")
         return translate(error) if isinstance(error, native.Error) else error
+
+
+def _ranks(found: Sequence[pocketllm_cpp.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in found)
 
 
 def translate(error: Any) -> PocketLLMError:

@@ -48,7 +48,9 @@ class TorchBackend(Backend):
         self._options = _Options.read(args)
         self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
-        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
+        self._capabilities = Capabilities(
+            "torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, logprobs=True, structured_outputs=True, prompt_logprobs=True
+        )
 
     @property
     def capabilities(self) -> Capabilities:

@@ -67,6 +67,16 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Conditio
     return allows
 
 
+def budget(most: int) -> Condition:
+    """At least 1, or 0 where the prompt alone is asked about."""
+
+    def allows(value: Any, body: Mapping[str, Any]) -> bool:
+        found = whole_number(value)
+        return found is not None and (0 if body.get("echo") is True or body.get("prompt_logprobs") is not None else 1) <= found <= most
+
+    return allows
+
+
 def instance_of(*kinds: type) -> Condition:
     return lambda value, _body: isinstance(value, kinds)
 

@@ -19,6 +19,7 @@ from pocketllm.protocol.conditions import (
     REASONING_EFFORTS,
     Condition,
     Fault,
+    budget,
     false_or_not_streamed,
     fits_choices,
     instance_of,
@@ -176,7 +177,14 @@ FIELDS: tuple[Field, ...] = (
     Field("stop_token_ids", BOTH, "refused", "[]", "The checkpoint's own end-of-sequence ids end the answer."),
     Field("best_of", COMPLETIONS, "refused", "1", "Every candidate is a choice; none is compared with another and dropped."),
     Field("suffix", COMPLETIONS, "refused", '""', "The completion is returned on its own."),
-    Field("echo", COMPLETIONS, "refused", "false", "The text holds only what was generated."),
+    Field("echo", COMPLETIONS, "implemented", _SWITCH, "Whether the text begins with the prompt, and `logprobs` with those of its tokens; the first has none."),
+    Field(
+        "prompt_logprobs",
+        BOTH,
+        "implemented",
+        _RANKS,
+        "As vLLM has it: for each token of the prompt but the first, its log probability and so many alternatives, by token id.",
+    ),
     *(
         Field(name, BOTH, "inert", "anything", "Cannot change the text; accepted and ignored.")
         for name in ("user", "store", "metadata", "service_tier", "model", "prompt_cache_key", "safety_identifier", "verbosity", "prediction")
@@ -470,13 +478,39 @@ RULES: tuple[Rule, ...] = (
     ),
     _shape("echo", COMPLETIONS, instance_of(bool), "not a boolean", "it is a switch", 'Send "echo" as false, or leave it out'),
     _needs(
-        "echo",
+        "prompt_logprobs",
         "echo",
         COMPLETIONS,
         one_of(False),
         "true",
         "the text holds only what was generated, never the prompt",
         'Send "echo" as false and put the prompt before the text yourself',
+    ),
+    _shape(
+        "prompt_logprobs",
+        BOTH,
+        whole(0, MAX_LOGPROBS),
+        f"not {_RANKS}",
+        f"it is the number of alternatives for each token of the prompt, {_RANKS}",
+        'Send "prompt_logprobs" as such a number, or leave it out',
+    ),
+    _needs(
+        "prompt_logprobs",
+        "prompt_logprobs",
+        BOTH,
+        never,
+        "any count",
+        "the tokens of a prompt are not ranked",
+        'Leave "prompt_logprobs" out',
+    ),
+    _needs(
+        None,
+        "prompt_logprobs",
+        BOTH,
+        is_not_streamed,
+        "any count on a stream",
+        "a chunk of a stream has no place for it",
+        'Send "stream" as false; on /v1/completions "echo" and "logprobs" rank a prompt on a stream',
     ),
     _shape(
         "tools",
@@ -559,8 +593,8 @@ RULES: tuple[Rule, ...] = (
         _shape(
             name,
             BOTH,
-            whole(1, MAX_TOKENS),
-            "not a whole number of at least 1",
+            budget(MAX_TOKENS),
+            "not a whole number of at least 1; 0 passes with `echo` or `prompt_logprobs`",
             "the budget of an answer is a whole number of at least 1 and below 2**63",
             f'Send "{name}" as a whole number of at least 1, or leave it out',
         )

@@ -12,7 +12,8 @@ from pocketllm.protocol.refusals import refusal
 from pocketllm.sampling_params import SamplingParams
 
 BUDGET_FIELDS = ("max_completion_tokens", "max_tokens")  # the first one sent wins
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed", "n", "stop", "logprobs", "top_logprobs")
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed", "n", "stop", "logprobs", "top_logprobs", "prompt_logprobs")
+_SAME = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs", "prompt_logprobs")  # in a request and in SamplingParams
 _SPELLED = {"max_completion_tokens": "Use max_tokens", "top_logprobs": "Use logprobs, the number of alternatives"}
 
 
@@ -22,13 +23,15 @@ def sampling_from(body: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams
     logprobs = body.get("logprobs")
     if endpoint == "chat":
         logprobs = (body.get("top_logprobs") or 0) if logprobs else None
-    rest: dict[str, Any] = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop")}
+    rest: dict[str, Any] = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop", "prompt_logprobs")}
+    if budget == 0 and rest["prompt_logprobs"] is None:
+        rest["prompt_logprobs"] = 0  # of an echo: without an answer the prompt has to be what is asked about
     return SamplingParams(max_tokens=budget, logprobs=logprobs, **rest)
 
 
 def sampling_fields(sampling: SamplingParams, endpoint: Endpoint) -> dict[str, Any]:
     """The request fields that say what `sampling` says; `check_fields` takes them."""
-    found: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs")}
+    found: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME}
     if endpoint == "chat" and sampling.logprobs is not None:
         found |= {"logprobs": True, "top_logprobs": sampling.logprobs}
     return {name: value for name, value in found.items() if value is not None}
@@ -45,7 +48,7 @@ def check_values(sampling: SamplingParams) -> None:
 
 def whole_values(sampling: SamplingParams) -> dict[str, int | None]:
     """Those of the fields that are whole numbers, as such."""
-    found = {name: whole_number(getattr(sampling, name)) for name in ("max_tokens", "top_k", "seed", "n", "logprobs")}
+    found = {name: whole_number(getattr(sampling, name)) for name in ("max_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")}
     return {**found, "n": found["n"] or 1}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from pocketllm.backends.base import TokenLogprobs
 from pocketllm.errors import PocketLLMError
 from pocketllm.torch_engine.batch import Batch, build_batch
 from pocketllm.torch_engine.layers.attention import KVCache
@@ -14,11 +16,13 @@ from pocketllm.torch_engine.logprobs import rank
 from pocketllm.torch_engine.masks import MaskSource, Words
 from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.rank_group import RankGroup
-from pocketllm.torch_engine.runner import Draw, Landed
+from pocketllm.torch_engine.runner import Draw, Landed, Ranked, Result
 from pocketllm.torch_engine.sampler import sample
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.sharded_sampler import ShardedSampler
 from pocketllm.torch_engine.state_pool import StateCopy
+
+RANKED_AT_ONCE = 64  # tokens of a prompt whose logits over the whole vocabulary are in memory
 
 
 class ModelRunner:
@@ -52,12 +56,12 @@ class ModelRunner:
         """Nothing is left to do."""
 
     @torch.inference_mode()
-    def execute(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy] = ()) -> dict[int, Draw | BaseException]:
+    def execute(self, step: Sequence[ScheduledRow], masks: MaskSource, copies: Sequence[StateCopy] = ()) -> dict[int, Result]:
         """Compute one step, after `copies` between state slots. Masks are waited for only once the logits are there.
 
         Returns:
-            By place in `step`: what each row that samples drew, or why it could not; the latter also for a row that computed values which
-            are not finite without sampling.
+            By place in `step`: what each row that samples or ranks its prompt was given, or why it could not; the latter also for a row that
+            computed values which are not finite without sampling.
         """
         if copies:
             assert self.cache.states is not None
@@ -67,10 +71,21 @@ class ModelRunner:
         self._use_threads(1 if self.model.is_native(batch, self.cache) and not batch.prefills else self.num_threads)
         hidden = self.model.forward(batch, self.cache)
         places = {id(scheduled): place for place, scheduled in enumerate(step)}
-        results: dict[int, Draw | BaseException] = {}
+        results: dict[int, Result] = {}
         if batch.sampling:
             drawn = self._draw(self.model.logits(hidden[batch.sample_index]), [scheduled.row for scheduled in batch.sampling], masks)
             results = {places[id(scheduled)]: result for scheduled, result in zip(batch.sampling, drawn, strict=True)}
+        first = 0
+        for scheduled in batch.rows:
+            if ranked := scheduled.ranked:
+                place, begin = places[id(scheduled)], first + ranked.start - 1 - scheduled.row.num_computed_tokens
+                found = self._rank(hidden[begin : begin + len(ranked)], scheduled.ranked_ids, scheduled.row)
+                drawn_too = results.get(place)
+                if drawn_too is None:
+                    results[place] = Ranked(found)
+                elif isinstance(drawn_too, Draw):
+                    results[place] = replace(drawn_too, prompt_logprobs=found)
+            first += scheduled.num_tokens
         if not math.isfinite(float(hidden.sum())):
             for scheduled in self._clear_broken(batch, hidden):
                 results[places[id(scheduled)]] = not_finite()
@@ -93,6 +108,17 @@ class ModelRunner:
             else:
                 results.append(Draw(token_id, (rank(logits[place], token_id, request.logprobs),)))
         return results
+
+    def _rank(self, hidden: torch.Tensor, token_ids: Sequence[int], row: Row) -> tuple[TokenLogprobs, ...]:
+        """Log probabilities of `token_ids`, the first by hidden[0] [num_tokens, hidden_size] and so on; logits of few tokens are there at once."""
+        num_top, found = row.request.prompt_logprobs, []
+        assert num_top is not None
+        for start in range(0, len(token_ids), RANKED_AT_ONCE):
+            logits = self.model.logits(hidden[start : start + RANKED_AT_ONCE])
+            if self._sharded is not None:
+                logits = self._sharded.whole(logits)
+            found += [rank(line, token_id, num_top) for line, token_id in zip(logits, token_ids[start:], strict=False)]
+        return tuple(found)
 
     def _draw_shared(
         self, sampler: ShardedSampler, logits: torch.Tensor, rows: Sequence[Row], words: Mapping[int, Words], errors: Mapping[int, BaseException]

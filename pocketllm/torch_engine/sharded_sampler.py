@@ -63,11 +63,15 @@ class ShardedSampler:
             wanted = self._group.gather(wanted)[0]  # as rank 0 says
             places = wanted.nonzero().squeeze(-1)
             if places.numel():
-                whole = self._group.gather_columns(own[places], [len(part) for part in self._group.share.all_nearly(self._vocab_size)])
+                whole = self.whole(own[places])
                 for line, place in enumerate(places.tolist()):
                     if leads:
                         ids[place] = rows[place].draw(draws[place], whole[line])
         return [SharedDraw(token_id, row.is_finite, row.logprobs()) for row, token_id in zip(rows, ids, strict=True)]
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of every rank's `logits`."""
+        return self._group.gather_columns(logits, [len(part) for part in self._group.share.all_nearly(self._vocab_size)])
 
     def _line(self, raw: torch.Tensor, own: torch.Tensor, request: EngineRequest) -> list[float]:
         """What this rank tells of a row: its largest logit, the largest that the mask allows, the logarithm of the sum of exp((logit - that) / temperature),

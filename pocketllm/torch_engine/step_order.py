@@ -56,6 +56,8 @@ class StepWriter:
             len(request.prompt_token_ids),
             request.constraint is not None,
             -1 if request.logprobs is None else request.logprobs,
+            -1 if request.prompt_logprobs is None else request.prompt_logprobs,
+            row.num_ranked,
             request.top_k,
             _signed(request.seed),
             *struct.unpack("<2q", struct.pack("<2d", request.temperature, request.top_p)),
@@ -86,7 +88,8 @@ class StepReader:
         return released, step, copies
 
     def _row(self, slot: int, rest: Iterator[int]) -> ScheduledRow:
-        start, count, samples, prompt_length, is_constrained, logprobs, top_k, seed, temperature, top_p, known_blocks, num_blocks = _take(rest, 12)
+        start, count, samples, prompt_length, is_constrained, logprobs, prompt_logprobs, num_ranked, *more = _take(rest, 14)
+        top_k, seed, temperature, top_p, known_blocks, num_blocks = more
         row = self._rows.get(slot)
         if row is None or known_blocks == 0:
             temperature_, top_p_ = struct.unpack("<2d", struct.pack("<2q", temperature, top_p))
@@ -99,13 +102,14 @@ class StepReader:
                 top_k=top_k,
                 seed=seed % 2**64,
                 logprobs=None if logprobs < 0 else logprobs,
+                prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
                 constraint=_Elsewhere() if is_constrained else None,
             )
             row = self._rows[slot] = Row(request)
             row.token_ids = []
             row.slot = slot
         row.block_table += _take(rest, num_blocks)
-        row.num_computed_tokens = start
+        row.num_computed_tokens, row.num_ranked = start, num_ranked
         row.token_ids += [0] * (start - len(row.token_ids))  # of a cached prefix; nothing reads them here
         row.token_ids[start:] = _take(rest, count)
         return ScheduledRow(row, count, bool(samples))

@@ -36,6 +36,7 @@ def requests(vocab_size: int) -> list[EngineRequest]:
         "held greedy": {"constraint": IdConstraint({vocab_size - 1, vocab_size - 2})},
         "held to nothing": {"constraint": IdConstraint(())},
     }
+    rows.append(EngineRequest("scored", prompts[3], 0, prompt_logprobs=3))
     rows += [EngineRequest(name, prompts[1], NEW_TOKENS, seed=2**63 + 5, **options) for name, options in draws.items()]
     return rows
 
@@ -59,7 +60,7 @@ def answers(path: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
         row.outputs[0].request_id + (" again" if row is again[0] else ""): {
             "finish": row.outputs[-1].finish_reason,
             "ids": row.token_ids,
-            "logprobs": [[entry.logprob, *entry.top] for entry in row.logprobs],
+            "logprobs": [[entry.logprob, *entry.top] for entry in (*row.logprobs, *row.outputs[0].prompt_logprobs)],
         }
         for row in [*rows, *again]
     }

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from pocketllm.backends.cpp import shared_memory_rank
 from pocketllm.cli.main import main
 from pocketllm.config import EngineArgs, SupervisorArgs
 from pocketllm.errors import ConfigurationError, TensorParallelSupervisorError, UnsupportedFeatureError
@@ -205,6 +206,15 @@ def test_ranks_by_hand_need_a_number_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert Rank.from_environment(EngineArgs(tensor_parallel_size=2, tensor_parallel_rank=1)) == Rank(1, 2, 1, 2, master=("127.0.0.1", 29500))
     assert Rank.from_environment(EngineArgs(tensor_parallel_size=2)).index == 0
+
+
+def test_ranks_of_the_native_plane_share_memory(tmp_path: Path) -> None:
+    assert shared_memory_rank(Rank(1, 2, 1, 2, tmp_path)).directory == tmp_path
+    with pytest.raises(ConfigurationError, match="rank 1 of 2 has no directory to meet the others in: set POCKETLLM_TP_DIR to one of this run alone"):
+        shared_memory_rank(Rank(1, 2, 1, 2, master=("127.0.0.1", 29500)))
+    with pytest.raises(UnsupportedFeatureError, match=r'"tensor_parallel_size" = 2 over several machines .* send backend "torch"') as caught:
+        shared_memory_rank(Rank(1, 2, 0, 1, tmp_path, master=("10.0.0.1", 29500)))
+    assert caught.value.param == "tensor_parallel_size"
 
 
 @pytest.mark.parametrize(

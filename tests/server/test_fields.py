@@ -154,7 +154,8 @@ ROWS: list[tuple[str, Row]] = [
     ),
     ("best_of", Row(COMPLETIONS, [1, 1.0], [0, True, "1", 1.5, 129], {"best_of": [2]})),
     ("suffix", Row(COMPLETIONS, [""], [5, []], {"suffix": ["a"]})),
-    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"echo": [True]})),
+    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"prompt_logprobs": [True]})),
+    ("prompt_logprobs", Row(BOTH, [], [21, True, False, -1, 1.5, "1", With(1, STREAM)], {"prompt_logprobs": [0, 5, 20, 2.0, With(1, {"max_tokens": 0})]})),
     (
         "tools",
         Row(
@@ -356,7 +357,7 @@ def test_refused_fields_are_those_that_no_server_of_today_acts_on() -> None:
             if f.group == "refused" and lifts:
                 assert not lifts & today, f.name
             elif f.group == "implemented":
-                assert lifts <= today | {"streamed_logprobs"}, f.name
+                assert lifts <= today, f.name
 
 
 def test_guides_example_is_answered_to_the_letter() -> None:
@@ -396,7 +397,7 @@ def test_first_failing_field_is_the_tables_whatever_order_they_are_sent_in(surfa
     later = [("stream_options", {"include_usage": 1}), ("frequency_penalty", 1), ("presence_penalty", 1), ("logit_bias", {"1": 1}), ("response_format", 5)]
     tails: dict[Endpoint, list[tuple[str, Any]]] = {
         "chat": [("tool_choice", 5), ("parallel_tool_calls", 5)],
-        "completions": [("best_of", 2), ("suffix", "x"), ("echo", True)],
+        "completions": [("best_of", 0), ("suffix", 5), ("echo", 5)],
     }
     bodies: list[tuple[Endpoint, dict[str, Any]]] = []
     names: list[str] = []

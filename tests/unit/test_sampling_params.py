@@ -99,21 +99,19 @@ def test_limits_are_in_the_message() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("frequency_penalty", 0.5), ("logit_bias", {"5": 1}), ("min_p", 0.1), ("best_of", 2), ("echo", True), ("stop_token_ids", [1]), ("ignore_eos", True)],
+    [("frequency_penalty", 0.5), ("logit_bias", {"5": 1}), ("min_p", 0.1), ("best_of", 2), ("stop_token_ids", [1]), ("ignore_eos", True)],
 )
 def test_what_nothing_acts_on_is_refused_in_the_words_of_http(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedFeatureError) as caught:
         SamplingParams(temperature=1, **{name: value})
-    endpoint = "completions" if name in ("best_of", "echo") else "chat"
+    endpoint = "completions" if name in ("best_of",) else "chat"
     with pytest.raises(UnsupportedFeatureError) as over_http:
         check_fields({name: value}, endpoint, frozenset())  # type: ignore[arg-type]
     assert str(caught.value) == str(over_http.value)
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize(
-    "fields", [{"frequency_penalty": 0}, {"min_p": 0.0}, {"best_of": 1}, {"echo": False, "logit_bias": {}}, {"ignore_eos": None}, {"n": None}]
-)
+@pytest.mark.parametrize("fields", [{"frequency_penalty": 0}, {"min_p": 0.0}, {"best_of": 1}, {"logit_bias": {}}, {"ignore_eos": None}, {"n": None}])
 def test_harmless_keywords_pass(fields: dict[str, Any]) -> None:
     assert SamplingParams(max_tokens=3, **fields) == SamplingParams(max_tokens=3)
 

@@ -31,6 +31,7 @@ struct Segment {
 };
 
 // --- rows.cu: what goes over rows once ---
+bool has_code() noexcept;                                   // whether this build has kernels for the GPU that the calling thread uses
 // The rows `ids` that lie in `table`, which are `stride` apart, to the rows of out, float32; ids count from the matrix's first row.
 void gather_rows(const Context&, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out);
 // out [rows, columns] contiguous, rounded to `to`; `norm` may be null. Where out's dtype is float16 and `round_first` is bfloat16, values are rounded to that,

@@ -62,6 +62,11 @@ struct DeviceInfo {
     std::size_t total_memory = 0;                           // bytes
     std::size_t free_memory = 0;                            // bytes, at the time of the question
     int num_threads = 1;
+    // What an engine is to take where nobody says: of the free memory at most cache_share, and all but kept_memory bytes, for caches; rows that run at once.
+    double cache_share = 0.25;
+    std::size_t kept_memory = 0;                            // 0: the memory is the system's, and may become free; else what steps may still ask for
+    int default_rows = 8;
+    bool warms_up = false;                                  // the first prompt of a size takes memory and time that later ones do not
 };
 
 // One step's rows on the device. Rows that compute one token (decode) come first, then the others (prefill); the tokens of a row are neighbours.
