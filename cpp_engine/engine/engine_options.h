@@ -34,6 +34,7 @@ struct EngineCaps {
     bool per_request_top_k = true;
     bool prefix_caching = true;
     bool structured_outputs = true;                         // QwenBatchSamplingParams::constraint is honoured
+    bool logit_terms = true;                                // so are QwenBatchSamplingParams::terms and ::priority
     int max_logprobs = 20;                                  // alternatives ranked at a token
     bool prompt_logprobs = true;                            // QwenBatchSamplingParams::prompt_logprobs is honoured
     std::vector<std::string> speculative_methods;

@@ -222,7 +222,7 @@ void ModelRunner::rank(Step step, std::span<const RunRow> rows, std::span<const 
             num_logprobs.push_back(owners[first + line]->num_top);
         }
         std::vector<SampleOutput> outputs(count);
-        draw(model_.logits(step), {temperatures, top_ps, zeros, seeds, zeros, num_logprobs, masks}, outputs);
+        draw(model_.logits(step), {temperatures, top_ps, zeros, seeds, zeros, num_logprobs, masks}, outputs, std::vector<bool>(count));
         for (std::size_t line = 0; line < count; ++line) {
             owners[first + line]->found->push_back(logprobs_of(outputs[line]));
         }
@@ -253,9 +253,9 @@ void ModelRunner::record(const std::pair<int, int>& size, const Step& step) {
     graphs_.emplace(size, std::move(recorded));
 }
 
-void ModelRunner::draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
+void ModelRunner::draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs, const std::vector<bool>& changes) {
     if (shared_) {
-        shared_->sample(logits, inputs, outputs);
+        shared_->sample(logits, inputs, outputs, changes);
     } else {
         device_.sample(logits, inputs, outputs);
     }
@@ -267,6 +267,10 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
     std::vector<std::int32_t> top_ks, draws, num_logprobs;
     std::vector<std::uint64_t> seeds;
     std::vector<const std::uint32_t*> masks;
+    std::vector<std::span<const LogitEdit>> edits;
+    std::vector<float> min_ps;
+    std::vector<bool> changes;
+    const bool has_terms = std::ranges::any_of(rows, [](const RunRow& row) { return row.samples && row.request->terms.has_value(); });
     for (const std::size_t place : order) {
         const RunRow& row = rows[place];
         if (!row.samples) continue;
@@ -279,9 +283,14 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         draws.push_back(row.draw);
         num_logprobs.push_back(request.logprobs.value_or(-1));
         masks.push_back(row.mask);
+        changes.push_back(request.terms.has_value());
+        if (has_terms) {
+            edits.push_back(row.edits);
+            min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
+        }
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    draw(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    draw(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs, changes);
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });

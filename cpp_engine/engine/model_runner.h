@@ -42,7 +42,7 @@ private:
     Tensor decode(std::span<const RunRow> rows, std::span<const std::size_t> order);
     void record(const std::pair<int, int>& size, const Step& step);
     void rank(Step step, std::span<const RunRow> rows, std::span<const std::size_t> order);
-    void draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs);
+    void draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs, const std::vector<bool>& changes);
     std::vector<Draw> sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order);
 
     Device& device_;

@@ -71,6 +71,8 @@ RequestId QwenBatchScheduler::submit_request(std::vector<std::int32_t> prompt_to
     request.stop_token_ids = sampling.stop_token_ids ? *sampling.stop_token_ids : engine_.config().eos_token_ids;
     request.logprobs = sampling.logprobs;
     request.constraint = sampling.constraint;
+    request.terms = sampling.terms;
+    request.priority = sampling.priority;
     request.prompt_logprobs = sampling.prompt_logprobs;
     auto record = std::make_shared<Record>();
     record->result.usage.prompt_tokens = static_cast<int>(request.prompt_token_ids.size());

@@ -27,6 +27,8 @@ struct QwenBatchSamplingParams {
     std::optional<std::vector<std::int32_t>> stop_token_ids;  // without them, the EOS ids of the checkpoint
     std::optional<int> logprobs;                            // alternatives to rank at each token, 0 to 20
     std::shared_ptr<TokenConstraint> constraint;
+    std::optional<LogitTerms> terms;                        // what changes the logits
+    int priority = 0;                                       // lower numbers are started first and preempted last
     std::optional<int> prompt_logprobs;                     // alternatives to rank at each token of the prompt but the first, 0 to 20
 };
 

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/logit_terms.h"
+
 namespace pocket {
 
 // What one row may say next, such as a grammar. It belongs to the row; the engine's thread alone calls it. A preempted row keeps it.
@@ -36,6 +38,8 @@ struct Request {
     std::vector<std::int32_t> stop_token_ids;               // ids that end the row; the id itself is not part of the answer
     std::optional<int> logprobs;                            // alternatives to rank at each token, 0 to 20
     std::shared_ptr<TokenConstraint> constraint;
+    std::optional<LogitTerms> terms;                        // what changes the logits; none, and nothing is paid for it
+    int priority = 0;                                       // rows with a lower number are started first and preempted last
     std::optional<int> prompt_logprobs;                     // alternatives to rank at each token of the prompt but the first, 0 to 20; no prefix is then reused
 };
 

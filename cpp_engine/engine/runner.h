@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/request.h"
+#include "pocket/device.h"
 #include "pocket/error.h"
 
 namespace pocket {
@@ -27,7 +28,8 @@ struct RunRow {
     bool samples = false;                                   // whether its last token's logits are drawn from
     const Request* request = nullptr;                       // how
     int draw = 0;                                           // number of this draw in its row, from 0
-    const std::uint32_t* mask = nullptr;                    // ids that its constraint allows, or null
+    const std::uint32_t* mask = nullptr;                    // ids that its constraint and its request allow, or null
+    std::span<const LogitEdit> edits = {};                  // of its logits
     RankedTokens ranked = {};                               // of its prompt
 };
 

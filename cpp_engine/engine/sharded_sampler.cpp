@@ -42,6 +42,8 @@ struct InputsOf {
     std::vector<std::int32_t> top_ks, draws, num_logprobs;
     std::vector<std::uint64_t> seeds;
     std::vector<const std::uint32_t*> masks;
+    std::vector<std::span<const LogitEdit>> edits;
+    std::vector<float> min_ps;
 
     InputsOf(const SampleInputs& all, const std::vector<std::size_t>& places) {
         for (const std::size_t place : places) {
@@ -52,9 +54,11 @@ struct InputsOf {
             draws.push_back(all.draws[place]);
             num_logprobs.push_back(all.num_logprobs[place]);
             masks.push_back(all.masks[place]);
+            if (!all.edits.empty()) edits.push_back(all.edits[place]);
+            if (!all.min_ps.empty()) min_ps.push_back(all.min_ps[place]);
         }
     }
-    SampleInputs view() const { return {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}; }
+    SampleInputs view() const { return {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}; }
 };
 
 bool is_greedy(const SampleInputs& inputs, std::size_t place) { return inputs.temperatures[place] == 0 || inputs.top_ks[place] == 1; }
@@ -130,10 +134,10 @@ bool ShardedSampler::may_need_all(const SampleInputs& inputs, std::size_t place)
     return !is_greedy(inputs, place) && (top_k == 0 || top_k >= vocab_size_);
 }
 
-void ShardedSampler::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
-    std::vector<std::size_t> places = draw(logits, inputs, outputs);
+void ShardedSampler::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs, const std::vector<bool>& changes) {
+    std::vector<std::size_t> places = draw(logits, inputs, outputs, changes);
     bool may_need = false;
-    for (std::size_t place = 0; place < outputs.size(); ++place) may_need = may_need || may_need_all(inputs, place);
+    for (std::size_t place = 0; place < outputs.size(); ++place) may_need = may_need || changes[place] || may_need_all(inputs, place);
     if (places.empty() && !may_need) return;
     std::vector<std::byte> told(places.size() * sizeof(std::size_t));  // as rank 0 says
     if (!places.empty()) std::memcpy(told.data(), places.data(), told.size());
@@ -145,7 +149,8 @@ void ShardedSampler::sample(const Tensor& logits, const SampleInputs& inputs, st
 }
 
 // Places of the rows that are left to draw, on rank 0; on the others where none could be drawn.
-std::vector<std::size_t> ShardedSampler::draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
+std::vector<std::size_t> ShardedSampler::draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs,
+                                              const std::vector<bool>& changes) {
     const std::size_t count = outputs.size();
     std::vector<std::size_t> places(count);
     std::iota(places.begin(), places.end(), std::size_t{0});
@@ -182,6 +187,10 @@ std::vector<std::size_t> ShardedSampler::draw(const Tensor& logits, const Sample
     if (ranks_.rank() != 0) return {};
     std::vector<std::size_t> left;
     for (const std::size_t place : places) {
+        if (changes[place]) {
+            left.push_back(place);
+            continue;
+        }
         std::vector<const std::byte*> told;
         for (int rank = 0; rank < ranks_.size(); ++rank) told.push_back(all.data() + static_cast<std::size_t>(rank) * mine.size() + starts[place]);
         const double temperature = inputs.temperatures[place] > 0 ? inputs.temperatures[place] : 1.0;

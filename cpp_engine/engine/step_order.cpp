@@ -13,7 +13,7 @@ struct RowLine {
     std::uint32_t num_token_ids, num_blocks, num_ranked;
     std::int32_t num_computed_tokens, slot, draw, top_k, logprobs, first_ranked, num_top;
     float temperature, top_p;
-    std::uint8_t samples, has_mask, unused[2];
+    std::uint8_t samples, has_mask, has_terms, unused;
 };
 
 template <typename T>
@@ -65,6 +65,7 @@ std::vector<std::byte> write_order(OrderKind kind, std::span<const RunRow> rows,
         line.top_p = request.top_p;
         line.samples = row.samples;
         line.has_mask = row.mask != nullptr;
+        line.has_terms = request.terms.has_value();
         append(bytes, &line, 1);
         append(bytes, row.token_ids.data(), row.token_ids.size());
         append(bytes, row.block_table.data(), row.block_table.size());
@@ -100,6 +101,7 @@ StepOrder::StepOrder(std::span<const std::byte> bytes, int vocab_size) {
         owned.request.temperature = line.temperature;
         owned.request.top_p = line.top_p;
         if (line.logprobs >= 0) owned.request.logprobs = line.logprobs;
+        if (line.has_terms) owned.request.terms.emplace();  // rank 0 has them, and what they change; here they mean that the row is drawn there whole
         RunRow& row = rows_.emplace_back();
         row.token_ids = owned.token_ids;
         row.num_computed_tokens = line.num_computed_tokens;

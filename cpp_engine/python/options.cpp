@@ -30,6 +30,7 @@ void bind_options(py::module_& module) {
         .field("per_request_top_k", &Caps::per_request_top_k, "so is top_k")
         .field("prefix_caching", &Caps::prefix_caching, "an equal beginning of prompts is computed once")
         .field("structured_outputs", &Caps::structured_outputs, "QwenBatchSamplingParams.constraint is honoured")
+        .field("logit_terms", &Caps::logit_terms, "so are QwenBatchSamplingParams.terms and .priority")
         .field("max_logprobs", &Caps::max_logprobs, "most alternatives that are ranked at a token")
         .field("prompt_logprobs", &Caps::prompt_logprobs, "QwenBatchSamplingParams.prompt_logprobs is honoured")
         .field("speculative_methods", &Caps::speculative_methods, "names of speculative decoding methods");

@@ -75,6 +75,8 @@ class EngineCaps:
     @property
     def structured_outputs(self) -> bool: ...
     @property
+    def logit_terms(self) -> bool: ...
+    @property
     def max_logprobs(self) -> int: ...
     @property
     def prompt_logprobs(self) -> bool: ...
@@ -241,6 +243,29 @@ class PersistentEngine:
     @property
     def config(self) -> QwenConfig: ...
 
+class LogitTerms:
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Sequence[tuple[int, float]]
+    min_p: float
+    min_tokens: int
+    allowed_token_ids: TokenIds | None
+    bad_words: Sequence[TokenIds]
+    def __init__(
+        self,
+        *,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
+        allowed_token_ids: TokenIds | None = None,
+        bad_words: Sequence[TokenIds] = ...,
+    ) -> None: ...
+
+@final
 class QwenBatchSamplingParams:
     max_new_tokens: int
     temperature: float
@@ -250,6 +275,8 @@ class QwenBatchSamplingParams:
     stop_token_ids: TokenIds | None
     logprobs: int | None
     constraint: TokenConstraint | None
+    terms: LogitTerms | None
+    priority: int
     prompt_logprobs: int | None
     def __init__(
         self,
@@ -262,6 +289,8 @@ class QwenBatchSamplingParams:
         stop_token_ids: TokenIds | None = None,
         logprobs: int | None = None,
         constraint: TokenConstraint | None = None,
+        terms: LogitTerms | None = None,
+        priority: int = 0,
         prompt_logprobs: int | None = None,
     ) -> None: ...
 

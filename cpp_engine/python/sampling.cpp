@@ -11,6 +11,16 @@ void bind_sampling(py::module_& module) {
         .field("logprob", &TokenLogprobs::logprob, "of the token that was drawn, or that the prompt has")
         .field("top", &TokenLogprobs::top, "(id, logprob) of the most likely ids, most likely first");
 
+    ValueType<LogitTerms>(module, "LogitTerms", "What a request changes in the logits before its tokens are drawn.", true)
+        .field("repetition_penalty", &LogitTerms::repetition_penalty, "divides logits above 0 of ids of prompt and answer, multiplies others; 1 is off")
+        .field("frequency_penalty", &LogitTerms::frequency_penalty, "taken from an id's logit for each time that it is in the answer")
+        .field("presence_penalty", &LogitTerms::presence_penalty, "taken from the logit of each id of the answer")
+        .field("logit_bias", &LogitTerms::logit_bias, "(id, number added to its logit), each id once")
+        .field("min_p", &LogitTerms::min_p, "least probability that is drawn, as a part of the likeliest id's; 0 is off")
+        .field("min_tokens", &LogitTerms::min_tokens, "no id that ends the answer is drawn before it has so many")
+        .field("allowed_token_ids", &LogitTerms::allowed_token_ids, "no others are drawn; None allows all")
+        .field("bad_words", &LogitTerms::bad_words, "ids of each; the last is not drawn after the others");
+
     using Params = QwenBatchSamplingParams;
     ValueType<Params>(module, "QwenBatchSamplingParams", "How one request is answered. Every field has a default and may be given by keyword.", true)
         .field("max_new_tokens", &Params::max_new_tokens, "at least 1, or 0 with prompt_logprobs")
@@ -30,7 +40,11 @@ void bind_sampling(py::module_& module) {
             [](Params& self, const py::object& value) {
                 self.constraint = value.is_none() ? nullptr : std::make_shared<PythonConstraint>(value);
             },
-            "an object with fill(mask), accept(token_id) and is_complete, for one request; or None");
+            "an object with fill(mask), accept(token_id) and is_complete, for one request; or None")
+        .property(
+            "terms", [](const Params& self) { return self.terms; }, [](Params& self, const std::optional<LogitTerms>& value) { self.terms = value; },
+            "a LogitTerms that changes the logits, or None")
+        .field("priority", &Params::priority, "requests with a lower number are started first and preempted last");
 
     using Usage = QwenBatchUsage;
     ValueType<Usage>(module, "QwenBatchUsage", "Tokens of one request.", false)

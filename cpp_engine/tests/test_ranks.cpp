@@ -96,7 +96,7 @@ struct Answers {
 // Rows that run together, greedy ones and draws of every kind.
 Answers answers_of(QwenEngine& engine) {
     const int vocab_size = engine.config().vocab_size;
-    std::vector<QwenBatchSamplingParams> all(10);
+    std::vector<QwenBatchSamplingParams> all(13);
     for (std::size_t row = 0; row < all.size(); ++row) {
         all[row].max_new_tokens = 12;
         all[row].stop_token_ids.emplace();
@@ -111,6 +111,13 @@ Answers answers_of(QwenEngine& engine) {
     all[7].temperature = 3, all[7].constraint = std::make_shared<EveryOther>();
     all[8].constraint = std::make_shared<EveryOther>();
     all[9].prompt_logprobs = 3;
+    for (std::size_t row = 10; row < all.size(); ++row) {
+        LogitTerms& terms = all[row].terms.emplace();
+        terms.frequency_penalty = 1, terms.presence_penalty = 0.5f, terms.repetition_penalty = 1.3f;
+        terms.logit_bias = {{5, 3.0f}, {140, -2.0f}};
+    }
+    all[11].temperature = 1.2f, all[11].terms->min_p = 0.05f;
+    all[12].terms->allowed_token_ids = TokenIds{1, 2, 3, 149, 150};
     QwenBatchScheduler scheduler(engine, 4);
     std::vector<RequestId> requests;
     for (std::size_t row = 0; row < all.size(); ++row) requests.push_back(scheduler.submit_request(prompt_of(1 + 13 * static_cast<int>(row), 1, vocab_size), all[row]));
@@ -295,6 +302,7 @@ TEST(orders_are_read_as_they_were_written) {
     const TokenIds ids{5, 6, 7}, blocks{2, 9};
     const std::vector<std::uint32_t> mask{1, 2, 3};
     Request request;
+    request.terms.emplace();
     request.temperature = 0.7f, request.top_p = 0.9f, request.top_k = 40, request.seed = ~std::uint64_t{0}, request.logprobs = 0;
     RunRow row;
     row.token_ids = ids, row.block_table = blocks, row.num_computed_tokens = 17, row.slot = 3, row.samples = true, row.request = &request, row.draw = 4;
@@ -315,6 +323,7 @@ TEST(orders_are_read_as_they_were_written) {
         CHECK(read.num_computed_tokens == 17 && read.slot == 3 && read.samples && read.draw == 4);
         CHECK(read.request->temperature == 0.7f && read.request->top_p == 0.9f && read.request->top_k == 40 && read.request->seed == ~std::uint64_t{0});
         CHECK_EQ(read.request->logprobs.value_or(-1), 0);
+        CHECK(read.request->terms.has_value());
     }
     CHECK(order.rows()[0].mask == nullptr);
     const RankedTokens& ranked = order.rows()[0].ranked;

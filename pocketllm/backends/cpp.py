@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pocketllm.backends.base import (
     MAX_LOGPROBS,
+    SAMPLER_FLAGS,
     Backend,
     Capabilities,
     EngineRequest,
@@ -48,6 +49,8 @@ class CppBackend(Backend):
         ConfigurationError: an option that this plane can't honour, before anything is loaded.
     """
 
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
+
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
@@ -58,9 +61,9 @@ class CppBackend(Backend):
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
         self._fallback_eos: frozenset[int] = frozenset()  # of the tokenizer, where the checkpoint names none
-        self._capabilities = Capabilities(
-            "cpp", "cpu", args.max_batch_size or 0, self._context_length, int(checkpoint.config["vocab_size"]), logprobs=True, structured_outputs=True
-        )
+        declared = dict.fromkeys(self.DECLARES, True)
+        vocab_size = int(checkpoint.config["vocab_size"])
+        self._capabilities = Capabilities("cpp", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, **declared)  # type: ignore[arg-type]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,6 +105,7 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            **dict.fromkeys(SAMPLER_FLAGS, caps.logit_terms),
             prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
@@ -175,10 +179,13 @@ class CppBackend(Backend):
         if self._engine is None:
             state = "The engine is closed: it takes no more requests." if self._closed else "The model is still loading: try again when /ready answers 200."
             raise BackendUnavailableError(state)
-        eos = request.eos_token_ids or self._fallback_eos
-        if self._replaced_eos and eos:
-            # A grammar ends on the ids that it was made with, so those still end its row.
-            eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos = request.eos_token_ids - request.stop_token_ids
+        if not request.ignores_eos:
+            eos = eos or self._fallback_eos
+            if self._replaced_eos and eos:
+                # A grammar ends on the ids that it was made with, so those still end its row.
+                eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos |= request.stop_token_ids
         check_request(request, self._capabilities)
         self._engine.submit(request, eos, on_step)
 

@@ -60,6 +60,8 @@ class NativeEngine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
+            priority=request.priority,
             prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:

@@ -48,8 +48,6 @@ private:
     void multiply_segment(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue, const Tensor& out);
     void multiply_tiles(const Tensor& x, const Norm* norm, const CpuMatrix& weight, const CpuMatrix::Segment& segment, Epilogue epilogue,
                         const Tensor& out);  // linear_amx.cpp
-    template <typename Use>
-    void scan(const Tensor& logits, const SampleInputs& inputs, const Use& use);  // sample.cpp
     void attend_decode(const AttentionCall& call);
     void attend_prefill(const AttentionCall& call);
 
@@ -62,6 +60,7 @@ private:
     const Kernels& kernels_;
     ThreadPool pool_;
     Workspace shared_, own_, wide_;  // of all threads together; a part for each thread; what two passes of one operator hand on
+    Workspace changed_;              // logits of samples that have edits, or min_p
     std::vector<TokenBlock> blocks_;
 };
 

@@ -64,7 +64,7 @@ void* Scratch::take(std::size_t num_bytes) {
 
 CudaDevice::CudaDevice(int ordinal)
     : ordinal_(ordinal), prepared_(*this), partial_(*this), both_(*this), expanded_(*this), workspace_(*this), mixed_(*this), read_(*this), queries_(*this),
-      tickets_(*this), draws_(*this), drawn_(*this), masks_(*this), loader_(*this) {
+      tickets_(*this), draws_(*this), drawn_(*this), changed_(*this), masks_(*this), loader_(*this) {
     cudaDeviceProp properties = {};
     call(cudaGetDeviceProperties(&properties, ordinal), "the device's properties");
     context_.num_multiprocessors = properties.multiProcessorCount;
