@@ -1,0 +1,422 @@
+// A whole decode step of up to 8 rows as one kernel, one block on each multiprocessor.
+//
+// Weights do not depend on what is computed, so a warp of each block copies the block's rows of all matrices, in their order, into a ring of shared memory and runs
+// ahead of the eight warps that compute, also across the meetings of all blocks between two phases: while blocks wait for each other, stage their x, or
+// compute a mixer, the memory goes on reading. A stage of the ring has 16 rows of a weight, 1,024 bytes of each; each of the eight warps multiplies 128 bytes of
+// all rows by x, which lies in shared memory too, in mma.m16n8k16 with the weights on the left and the rows of x on the right. As in product_few.cu a thread
+// takes 16 adjacent bytes and the same columns of x. The warps' sums of a tile of 16 rows meet in shared memory.
+//
+// x is rounded before its norm's factor, which the sums are multiplied with. Beside float8_e4m3 weights each row of x is also brought into float16's range.
+#include <algorithm>
+#include <type_traits>
+
+#include "backends/cuda/attention_decode.cuh"
+#include "backends/cuda/decode_step.h"
+#include "backends/cuda/delta_step.cuh"
+
+namespace pocket::cuda {
+
+namespace {
+
+constexpr int kWarps = kStepConsumers / 32;
+
+constexpr int round_up(int bytes, int to) { return (bytes + to - 1) / to * to; }
+
+// Of shared memory, in bytes from its start.
+template <bool kOne>
+struct Layout {
+    static constexpr int kColumns = kOne ? 1 : kStepRows;
+    static constexpr int kSumBytes = static_cast<int>(sizeof(float)) * kWarps * kStageRows * kColumns;  // of one region
+    static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
+    static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
+    static constexpr int kReduce = kScales + 64;            // [2][kWarps]: squares and largest values of the warps
+    static constexpr int kPhases = kReduce + 64;            // this one and the next
+    static constexpr int kSums = round_up(kPhases + 2 * static_cast<int>(sizeof(Phase)), 128);
+    static constexpr int kKept = kSums + 2 * kSumBytes;     // [kKeptRows][kStepRows], of x that comes in parts
+    static constexpr int kWork = round_up(kKept + (kOne ? 0 : static_cast<int>(sizeof(float)) * kKeptRows * kStepRows), 128);
+};
+
+struct Ring {
+    std::uint32_t start, barriers;
+    int num_stages, stage = 0;
+    std::uint32_t parity = 0;
+    __device__ std::uint32_t full() const { return barriers + 8 * stage; }
+    __device__ std::uint32_t empty() const { return barriers + 8 * (kMostStages + stage); }
+    __device__ std::uint32_t place() const { return start + stage * kStageBytes; }
+    __device__ void advance() {
+        if (++stage == num_stages) stage = 0, parity ^= 1;
+    }
+};
+
+// Rows of a product that this block has, in tiles.
+struct Share {
+    int begin, end, per_tile, num_tiles;
+    __device__ explicit Share(int limit, bool is_swiglu) {
+        const std::int64_t all = limit;
+        begin = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+        per_tile = is_swiglu ? kStageRows / 2 : kStageRows;
+        num_tiles = (end - begin + per_tile - 1) / per_tile;
+    }
+};
+
+__device__ __forceinline__ void store_float(std::uint32_t to, float value) { store_word(to, __float_as_uint(value)); }
+__device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_as_float(load_word(from)); }
+
+// --- the warp that copies ---
+
+__device__ void copy_weights(const Phase* phases, int num_phases, Ring ring) {
+    const int lane = threadIdx.x & 31;
+    for (int index = 0; index < num_phases; ++index) {
+        if (phases[index].kind != PhaseKind::product) continue;
+        const ProductPhase& p = phases[index].product;
+        const auto* values = static_cast<const std::uint8_t*>(p.weight.values);
+        const std::int64_t row_bytes = p.row_bytes;
+        const int limit = p.limit, staged_bytes = static_cast<int>(p.staged_columns * (row_bytes / p.columns));
+        const bool is_swiglu = p.is_swiglu;
+        const Share share(limit, is_swiglu);
+        for (std::int64_t first = 0; first < row_bytes; first += staged_bytes) {
+            const std::int64_t part_end = min(first + staged_bytes, row_bytes);
+            for (int tile = 0; tile < share.num_tiles; ++tile) {
+                const int start = share.begin + tile * share.per_tile, count = min(share.per_tile, share.end - start);
+                const int within = lane % share.per_tile;
+                const bool has_row = lane < kStageRows && within < count;
+                const std::uint8_t* row = values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? limit : 0)) * row_bytes;
+                for (std::int64_t at = first; at < part_end; at += kPieceBytes, ring.advance()) {
+                    const int bytes = static_cast<int>(min(static_cast<std::int64_t>(kPieceBytes), part_end - at));
+                    wait_for(ring.empty(), ring.parity ^ 1);
+                    fill_stage(ring.place(), kPieceStride, has_row ? row + at : nullptr, bytes, bytes * count * (is_swiglu ? 2 : 1), ring.full());
+                }
+            }
+        }
+    }
+}
+
+// --- the warps that compute ---
+
+template <bool kOne>
+struct Worker {
+    using At = Layout<kOne>;
+    std::uint8_t* memory;                                   // shared
+    std::uint32_t shared;                                   // the same
+    const StepPlan& plan;
+    Ring ring;
+    int sums_parity = 0;
+
+    __device__ float4 load_x(const ProductPhase& p, std::int64_t row, int column) const {
+        const std::int64_t at = row * p.x_stride + column;
+        if (p.x_dtype == DType::float32) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.x) + at));
+        const uint2 words = __ldcg(reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(p.x) + at));
+        const float2 low = unpack<__nv_bfloat16>(words.x), high = unpack<__nv_bfloat16>(words.y);
+        return make_float4(low.x, low.y, high.x, high.y);
+    }
+
+    // Columns [first, first + count) of all rows of x to shared memory, as bfloat16, or as float16 beside float8_e4m3 weights.
+    __device__ void stage_x(const ProductPhase& p, int first, int count, int stride) {
+        constexpr int kHeld = 4;
+        const int rows = kOne ? 1 : plan.rows;
+        const int threads = kOne ? kStepConsumers : kStepConsumers / (rows > 4 ? 8 : rows > 2 ? 4 : 2);  // of a row
+        const int row = threadIdx.x / threads, thread = threadIdx.x % threads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        const bool is_float8 = p.weight.dtype == DType::float8_e4m3, has_gates = p.gates != nullptr;
+        const std::uint32_t to = shared + At::kWork + row * stride;
+        float squares = 0.0f, largest = 0.0f;
+        if (row < rows) {
+            const std::int64_t from = p.x_rows ? p.x_rows[row] : row;
+            for (int start = 4 * thread; start < round_up(count, 4 * 32); start += 4 * threads * kHeld) {  // whole warps: heads are summed over lanes
+                float4 held[kHeld], other[kHeld];
+#pragma unroll
+                for (int index = 0; index < kHeld; ++index) {
+                    const int column = start + index * 4 * threads;
+                    held[index] = other[index] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (column >= count) continue;
+                    held[index] = load_x(p, from, first + column);
+                    if (has_gates) {
+                        const auto* gate = static_cast<const std::uint16_t*>(p.gates) + row * p.gates_stride + first + column;
+                        const uint2 words = __ldcg(reinterpret_cast<const uint2*>(gate));
+                        const float2 low = unpack<__nv_bfloat16>(words.x), high = unpack<__nv_bfloat16>(words.y);
+                        other[index] = make_float4(low.x, low.y, high.x, high.y);
+                    } else if (p.norm) {
+                        other[index] = *reinterpret_cast<const float4*>(p.norm + first + column);
+                    }
+                }
+#pragma unroll
+                for (int index = 0; index < kHeld; ++index) {
+                    const int column = start + index * 4 * threads;
+                    float4 x = held[index];
+                    const float square = x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+                    if (has_gates) {
+                        float sum = square;
+                        for (int step = p.head_dim / 8; step; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                        const float factor = rsqrtf(sum / p.head_dim + p.eps);
+                        const float4 weight = *reinterpret_cast<const float4*>(p.norm + (first + column) % p.head_dim), gate = other[index];
+                        x = make_float4(x.x * factor * weight.x * silu(gate.x), x.y * factor * weight.y * silu(gate.y), x.z * factor * weight.z * silu(gate.z),
+                                        x.w * factor * weight.w * silu(gate.w));
+                    } else if (p.norm) {
+                        squares += square;
+                        x = make_float4(x.x * other[index].x, x.y * other[index].y, x.z * other[index].z, x.w * other[index].w);
+                    }
+                    if (column >= count) continue;
+                    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+                    store_word(to + 2 * column, pack<__nv_bfloat16>(x.x, x.y));
+                    store_word(to + 2 * column + 4, pack<__nv_bfloat16>(x.z, x.w));
+                }
+            }
+        }
+        squares = warp_sum(squares), largest = warp_max(largest);
+        if (lane == 0) store_float(shared + At::kReduce + 4 * warp, squares), store_float(shared + At::kReduce + 4 * (kWarps + warp), largest);
+        meet<kStepConsumers>();
+        const int warps = threads / 32, first_warp = row * warps;
+        float shrink = 1.0f;
+        if (is_float8) {
+            float most = 0.0f;
+            for (int other = first_warp; other < first_warp + warps; ++other) most = fmaxf(most, load_float(shared + At::kReduce + 4 * (kWarps + other)));
+            const int exponent = most > 0.0f && most < INFINITY ? max(ilogbf(most), -100) : 0;
+            shrink = ldexpf(1.0f, 14 - exponent);           // the largest becomes 2^14 to 2^15
+            if (row < rows) {
+                for (int column = 4 * thread; column < count; column += 4 * threads) {
+                    const std::uint32_t place = to + 2 * column;
+                    const float2 low = unpack<__nv_bfloat16>(load_word(place)), high = unpack<__nv_bfloat16>(load_word(place + 4));
+                    store_word(place, pack<__half>(low.x * shrink, low.y * shrink)), store_word(place + 4, pack<__half>(high.x * shrink, high.y * shrink));
+                }
+            }
+        }
+        if (thread == 0 && row < rows) {
+            store_float(shared + At::kScales + 4 * row, 1.0f / shrink);
+            if (p.norm && !has_gates) {                     // of all columns so far
+                float sum = first > 0 ? load_float(shared + At::kScales + 4 * (kStepRows + row)) : 0.0f;
+                for (int other = first_warp; other < first_warp + warps; ++other) sum += load_float(shared + At::kReduce + 4 * other);
+                store_float(shared + At::kScales + 4 * (kStepRows + row), sum);
+            }
+        }
+        if (is_float8) meet<kStepConsumers>();
+    }
+
+    // 128 bytes of each of the stage's rows by the warp's columns of x.
+    __device__ __forceinline__ void multiply_dense(float (&sums)[4], int bytes, std::uint32_t x) {
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
+        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (bytes <= 64 * half) break;
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
+            uint4 right = make_uint4(0, 0, 0, 0);
+            if (group < (kOne ? 1 : plan.rows)) right = load_words(x + 64 * half);
+            const std::uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+            multiply<__nv_bfloat16>(sums, first, right.x, right.y);
+            multiply<__nv_bfloat16>(sums, second, right.z, right.w);
+        }
+    }
+    __device__ __forceinline__ void multiply_float8(float (&sums)[4], int bytes, std::uint32_t x, float low_scale, float high_scale) {
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
+        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
+        float block[4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (bytes <= 64 * half) break;
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                uint4 right = make_uint4(0, 0, 0, 0);
+                if (group < (kOne ? 1 : plan.rows)) right = load_words(x + 128 * half + 16 * pair);
+                std::uint32_t left[4];
+                unpack_float8(pair == 0 ? low.x : low.z, left[0], left[2]);
+                unpack_float8(pair == 0 ? high.x : high.z, left[1], left[3]);
+                multiply<__half>(block, left, right.x, right.y);
+                unpack_float8(pair == 0 ? low.y : low.w, left[0], left[2]);
+                unpack_float8(pair == 0 ? high.y : high.w, left[1], left[3]);
+                multiply<__half>(block, left, right.z, right.w);
+            }
+        }
+        sums[0] += low_scale * block[0], sums[1] += low_scale * block[1], sums[2] += high_scale * block[2], sums[3] += high_scale * block[3];
+    }
+
+    // What the eight warps have of a tile, put together; `column` counts its rows of x.
+    __device__ void finish_tile(const ProductPhase& p, const Share& share, int tile, bool is_first, bool is_last, const float (&sums)[4]) {
+        constexpr int kColumns = At::kColumns;
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
+        const std::uint32_t region = shared + At::kSums + sums_parity * At::kSumBytes;
+        sums_parity ^= 1;
+        const std::uint32_t mine = region + 4 * (warp * kStageRows + group) * kColumns;
+        if constexpr (kOne) {
+            if (quarter == 0) store_float(mine, sums[0]), store_float(mine + 32, sums[2]);
+        } else {
+            store_float(mine + 8 * quarter, sums[0]), store_float(mine + 8 * quarter + 4, sums[1]);
+            store_float(mine + 32 * kColumns + 8 * quarter, sums[2]), store_float(mine + 32 * kColumns + 8 * quarter + 4, sums[3]);
+        }
+        meet<kStepConsumers>();
+        const int within = threadIdx.x / kColumns, column = threadIdx.x % kColumns;
+        if (within >= kStageRows) return;
+        float value = 0.0f;
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) value += load_float(region + 4 * ((other * kStageRows + within) * kColumns + column));
+        if (p.weight.dtype == DType::float8_e4m3) value *= load_float(shared + At::kScales + 4 * column);
+        if constexpr (!kOne) {
+            const std::uint32_t kept = shared + At::kKept + 4 * ((tile * kStageRows + within) * kStepRows + column);
+            if (!is_first) value += load_float(kept);
+            if (!is_last) return store_float(kept, value);
+        }
+        if (p.norm && !p.gates) value *= rsqrtf(load_float(shared + At::kScales + 4 * (kStepRows + column)) / p.columns + p.eps);
+        if (p.is_swiglu) {                                  // of one warp with one row of x, of two neighbouring ones with more: rows 8 to 15 are the ups
+            store_float(region + 4 * (within * kColumns + column), value);
+            if constexpr (kOne) {
+                __syncwarp(0xffffu);
+            } else {
+                asm volatile("bar.sync 2, 128;" ::: "memory");
+            }
+            if (within >= kStageRows / 2) return;
+            value = silu(value) * load_float(region + 4 * ((within + kStageRows / 2) * kColumns + column));
+        }
+        const int row = share.begin + tile * share.per_tile + within;
+        if (row >= share.end || column >= plan.rows) return;
+        const std::int64_t to = column * p.out_stride + row;
+        if (p.adds) value += load_value(p.out, p.out_dtype, to);
+        store_value(p.out, p.out_dtype, to, value);
+    }
+
+    __device__ void multiply_all(const ProductPhase& p) {
+        const Share share(p.limit, p.is_swiglu);
+        if (share.num_tiles == 0) return;
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
+        const bool is_float8 = p.weight.dtype == DType::float8_e4m3;
+        const int per_piece = is_float8 ? kPieceBytes : kPieceBytes / 2;  // columns
+        const int stride = 2 * p.staged_columns + (is_float8 ? 16 : 64);
+        const std::uint32_t x = shared + At::kWork + group * stride + (is_float8 ? warp * 256 + quarter * 32 : warp * 128 + quarter * 16);
+        for (int first = 0; first < p.columns; first += p.staged_columns) {
+            const int count = min(p.staged_columns, p.columns - first);
+            const bool is_last = first + count == p.columns;
+            stage_x(p, first, count, stride);
+            for (int tile = 0; tile < share.num_tiles; ++tile) {
+                float sums[4] = {};
+                const int start = share.begin + tile * share.per_tile;
+                const int low_row = min(start + group, share.end - 1), high_row = min(p.is_swiglu ? low_row : start + group + 8, share.end - 1) + (p.is_swiglu ? p.limit : 0);
+                if (is_float8) {
+                    const float* low = p.weight.scales + static_cast<std::int64_t>(low_row >> 7) * p.weight.scale_stride;
+                    const float* high = p.weight.scales + static_cast<std::int64_t>(high_row >> 7) * p.weight.scale_stride;
+                    const int most = p.weight.scale_stride - 1;
+                    const auto block_of = [&](int column) { return min((first + column + warp * 128) >> 7, most); };
+                    float low_next = low[block_of(0)], high_next = high[block_of(0)];
+                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
+                        const float low_scale = low_next * kFloat8Factor, high_scale = high_next * kFloat8Factor;
+                        low_next = low[block_of(column + per_piece)], high_next = high[block_of(column + per_piece)];
+                        wait_for(ring.full(), ring.parity);
+                        multiply_float8(sums, min(per_piece, count - column) - warp * 128, x + 2 * column, low_scale, high_scale);
+                        __syncwarp();
+                        if (lane == 0) arrive(ring.empty());
+                    }
+                } else {
+                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
+                        wait_for(ring.full(), ring.parity);
+                        multiply_dense(sums, 2 * min(per_piece, count - column) - warp * 128, x + 2 * column);
+                        __syncwarp();
+                        if (lane == 0) arrive(ring.empty());
+                    }
+                }
+                finish_tile(p, share, tile, first == 0, is_last, sums);
+            }
+        }
+    }
+
+    __device__ void embed(const EmbedPhase& e) const {
+        const int columns = static_cast<int>(e.columns), all = columns * plan.rows;
+        for (int at = blockIdx.x * kStepConsumers + threadIdx.x; at < all; at += gridDim.x * kStepConsumers) {
+            const int row = at / columns, column = at % columns;
+            e.out[row * e.out_stride + column] = load_value(e.table.values, e.table.dtype, e.ids[row] * e.columns + column);
+        }
+    }
+
+    template <int kGroup>
+    __device__ void attend_all(const AttentionCall& call) const {
+        float* work = reinterpret_cast<float*>(memory + At::kWork);
+        auto& notes = *reinterpret_cast<AttentionNotes<kGroup>*>(memory + At::kWork + plan.work_bytes - round_up(sizeof(AttentionNotes<kGroup>), 16));
+        const int groups = call.shape.num_heads / kGroup, tasks = plan.num_splits * groups * plan.rows;
+        for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+            attend<__nv_bfloat16, kGroup>(call, {task % plan.num_splits, plan.num_splits, task / plan.num_splits % groups, groups, task / (plan.num_splits * groups)}, plan.partial,
+                                          plan.tickets, work, notes);
+            meet<kStepConsumers>();
+        }
+    }
+
+    __device__ void step_deltas(const DeltaNetCall& call, float* results) const {
+        auto& notes = *reinterpret_cast<DeltaNotes*>(memory + At::kWork);
+        const int width = min(call.shape.value_dim, kDeltaWidth), parts = call.shape.value_dim / width, tasks = parts * call.shape.num_value_heads * plan.rows;
+        for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+            step_delta(call, task / (parts * call.shape.num_value_heads), task / parts % call.shape.num_value_heads, task % parts * width, width, results, plan.tickets, notes);
+            meet<kStepConsumers>();
+        }
+    }
+};
+
+template <bool kOne, int kGroup>
+__global__ __launch_bounds__(kStepConsumers + 32, 1) void step_kernel(const StepPlan plan) {
+    using At = Layout<kOne>;
+    extern __shared__ __align__(128) std::uint8_t memory[];
+    const std::uint32_t shared = shared_address(memory);
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < plan.num_stages; ++stage) {
+            start_barrier(shared + At::kBarriers + 8 * stage, kCopyArrivals);
+            start_barrier(shared + At::kBarriers + 8 * (kMostStages + stage), kWarps);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages};
+    if (threadIdx.x >= kStepConsumers) return copy_weights(plan.phases, plan.num_phases, ring);
+
+    Worker<kOne> worker = {memory, shared, plan, ring};
+    auto* phases = reinterpret_cast<Phase*>(memory + At::kPhases);
+    const auto fetch_phase = [&](int index) {
+        constexpr int kParts = sizeof(Phase) / 16;
+        if (index >= plan.num_phases) return;
+        for (int part = threadIdx.x; part < kParts; part += kStepConsumers)
+            reinterpret_cast<uint4*>(phases + index % 2)[part] = reinterpret_cast<const uint4*>(plan.phases + index)[part];
+    };
+    const std::uint32_t come_before = plan.meetings[1];
+    std::uint32_t count = come_before;
+    fetch_phase(0);
+    meet<kStepConsumers>();
+    for (int index = 0; index < plan.num_phases; ++index) {
+        const Phase& phase = phases[index % 2];
+        fetch_phase(index + 1);
+        if (phase.kind == PhaseKind::product) worker.multiply_all(phase.product);
+        else if (phase.kind == PhaseKind::delta_net) worker.step_deltas(phase.delta_net, phase.results);
+        else if (phase.kind == PhaseKind::attention) worker.template attend_all<kGroup>(phase.attention);
+        else worker.embed(phase.embed);
+        const bool meets = phase.meets;
+        meet<kStepConsumers>();
+        if (!meets) continue;
+        count += gridDim.x;
+        if (threadIdx.x == 0) meet_blocks(plan.meetings, count);
+        meet<kStepConsumers>();
+    }
+    // All blocks came to a meeting, so all have read this.
+    if (blockIdx.x == 0 && threadIdx.x == 0) plan.meetings[1] = come_before + plan.num_meetings * gridDim.x;
+}
+
+template <bool kOne>
+void launch_rows(const Context& context, const StepPlan& plan) {
+    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32, decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes), plan); };
+    if (plan.attention_group == 6) go(step_kernel<kOne, 6>);
+    else if (plan.attention_group == 4) go(step_kernel<kOne, 4>);
+    else if (plan.attention_group == 2) go(step_kernel<kOne, 2>);
+    else go(step_kernel<kOne, 1>);
+}
+
+}  // namespace
+
+std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes) {
+    return static_cast<std::size_t>(rows == 1 ? Layout<true>::kWork : Layout<false>::kWork) + work_bytes + static_cast<std::size_t>(num_stages) * kStageBytes;
+}
+
+std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits) {
+    return sizeof(float) * static_cast<std::size_t>(std::max(kWarps * group * shape.head_dim, num_splits * group)) + round_up(sizeof(AttentionNotes<6>), 16) + 16;
+}
+
+std::size_t delta_step_bytes() { return sizeof(DeltaNotes); }
+
+bool takes_delta_step(const DeltaNetShape& shape) {
+    const bool is_power = shape.value_dim >= 4 && shape.value_dim <= 128 && (shape.value_dim & (shape.value_dim - 1)) == 0;
+    return is_power && shape.key_dim <= kDeltaKeys && shape.conv_kernel <= kDeltaTaps;
+}
+
+void decode_step(const Context& context, const StepPlan& plan) { plan.rows == 1 ? launch_rows<true>(context, plan) : launch_rows<false>(context, plan); }
+
+}  // namespace pocket::cuda

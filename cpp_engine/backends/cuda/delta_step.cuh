@@ -1,0 +1,154 @@
+// Gated DeltaNet of one row that computes one token, as a block of 256 threads computes up to 32 value channels of one head: convolution and delta rule, without
+// the norm and the gate, which take whole heads.
+//
+// Value channels do not touch each other. Parts of heads of one key head all read that key head's past inputs of the convolution: the last of them to have read
+// them moves them on.
+#pragma once
+
+#include "backends/cuda/stream_code.cuh"
+
+namespace pocket::cuda {
+
+constexpr int kDeltaWidth = 32;                             // most value channels of a part
+constexpr int kDeltaKeys = 128;                             // most key channels
+constexpr int kDeltaTaps = 4;
+
+struct DeltaNotes {                                         // in shared memory
+    alignas(16) float query[kDeltaKeys], key[kDeltaKeys], value[kDeltaWidth], correction[kDeltaWidth];
+    alignas(16) float held[8][kDeltaWidth], asked[8][kDeltaWidth];  // [warp][channel]
+    float sums[3];
+    bool is_last;
+};
+
+// Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth. results [rows, value_size] float32.
+__device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, int head, int first, int width, float* results, int* tickets, DeltaNotes& notes) {
+    constexpr int kThreads = 256, kTurns = 2, kTaps = kDeltaTaps, kFours = kDeltaKeys * kDeltaWidth / 4 / kThreads;
+    constexpr float kUnitEps = 1e-6f;
+    const DeltaNetShape& shape = call.shape;
+    const int thread = threadIdx.x, warp = thread >> 5, share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
+    const int key_dim = shape.key_dim, value_dim = shape.value_dim, taps = shape.conv_kernel;
+    const int lanes = width / 4, fours = key_dim * lanes;   // float4 of a key channel, and of this part of the matrix
+    const int slot = call.step.state_slots[row], place = max(slot, 0);
+    float* matrix = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(head) * key_dim * value_dim + first;
+    float* tail = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * key_dim * value_dim;
+    float* result = results + row * shape.value_size() + static_cast<std::int64_t>(head) * value_dim + first;
+    if (slot < 0) {
+        if (thread < width) result[thread] = 0.0f;
+        return;
+    }
+    const bool has_state = call.step.positions[row] != 0;
+    const std::int64_t conv_dim = shape.conv_dim(), keys = static_cast<std::int64_t>(shape.num_key_heads) * key_dim;
+    const int channels = 2 * key_dim + width;
+    const auto channel_of = [&](int index) {                // of the row's projections: the head's queries, keys, values
+        return index < key_dim ? static_cast<std::int64_t>(key_head) * key_dim + index
+               : index < 2 * key_dim ? keys + static_cast<std::int64_t>(key_head) * key_dim + (index - key_dim)
+                                     : 2 * keys + static_cast<std::int64_t>(head) * value_dim + first + (index - 2 * key_dim);
+    };
+
+    float4 state[kFours];
+#pragma unroll
+    for (int index = 0; index < kFours; ++index) {
+        const int four = thread + index * kThreads;
+        state[index] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (four < fours && has_state) state[index] = *reinterpret_cast<const float4*>(matrix + static_cast<std::int64_t>(four / lanes) * value_dim + four % lanes * 4);
+    }
+    float past[kTurns][kTaps - 1], filter[kTurns][kTaps], inputs[kTurns];
+    const std::int64_t projections = row * call.projections.stride, gates = projections + conv_dim + shape.value_size();
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int index = thread + turn * kThreads;
+        const std::int64_t channel = index < channels ? channel_of(index) : 0;
+        inputs[turn] = index < channels ? load_value(call.projections.data, call.projections.dtype, projections + channel) : 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+            if (tap < kTaps - 1) past[turn][tap] = index < channels && tap < taps - 1 && has_state ? tail[tap * conv_dim + channel] : 0.0f;
+            filter[turn][tap] = index < channels && tap < taps ? call.weights.conv[tap * conv_dim + channel] : 0.0f;
+        }
+    }
+    const float b = load_value(call.projections.data, call.projections.dtype, gates + head);
+    const float a = load_value(call.projections.data, call.projections.dtype, gates + shape.num_value_heads + head);
+    const float rate = call.weights.rate[head], dt_bias = call.weights.dt_bias[head];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int index = thread + turn * kThreads;
+        if (index >= channels) continue;
+        float sum = 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+            if (tap >= taps) break;
+            const float moved = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
+            sum = fmaf(moved, filter[turn][tap], sum);
+            if (tap > 0 && index >= 2 * key_dim) tail[(tap - 1) * conv_dim + channel_of(index)] = moved;
+        }
+        (index < key_dim ? notes.query[index] : index < 2 * key_dim ? notes.key[index - key_dim] : notes.value[index - 2 * key_dim]) = silu(sum);
+    }
+    meet<kThreads>();
+    if (thread == 0) {
+        __threadfence();
+        const int ticket = row * shape.num_key_heads + key_head, parts = share * (value_dim / width);
+        notes.is_last = atomicAdd(&tickets[ticket], 1) == parts - 1;
+        if (notes.is_last) tickets[ticket] = 0;
+    }
+    if (thread >= 32 && thread < 128) {                     // warps 1 to 3: lengths of query and key, and their product
+        const int which = warp - 1;
+        float sum = 0.0f;
+        for (int dim = thread & 31; dim < key_dim; dim += 32) {
+            const float q = notes.query[dim], k = notes.key[dim];
+            sum += which == 0 ? q * q : which == 1 ? k * k : q * k;
+        }
+        sum = warp_sum(sum);
+        if ((thread & 31) == 0) notes.sums[which] = sum;
+    }
+    const float beta = sigmoid(b), decay = expf(rate * softplus(a + dt_bias));
+
+    // With S the matrix as loaded, S' = decay S + k c^T: what q reads of S' is decay S^T q + (q k) c, so S is gone through once.
+    float4 held = make_float4(0.0f, 0.0f, 0.0f, 0.0f), asked = held;
+#pragma unroll
+    for (int index = 0; index < kFours; ++index) {
+        const int four = thread + index * kThreads;
+        if (four >= fours) break;
+        const float k = notes.key[four / lanes], q = notes.query[four / lanes];
+        held.x = fmaf(k, state[index].x, held.x), held.y = fmaf(k, state[index].y, held.y), held.z = fmaf(k, state[index].z, held.z), held.w = fmaf(k, state[index].w, held.w);
+        asked.x = fmaf(q, state[index].x, asked.x), asked.y = fmaf(q, state[index].y, asked.y), asked.z = fmaf(q, state[index].z, asked.z), asked.w = fmaf(q, state[index].w, asked.w);
+    }
+    for (int step = 16; step >= lanes; step >>= 1) {        // lanes of the same channels
+        const auto add = [&](float& value) { value += __shfl_xor_sync(0xffffffffu, value, step); };
+        add(held.x), add(held.y), add(held.z), add(held.w), add(asked.x), add(asked.y), add(asked.z), add(asked.w);
+    }
+    if ((thread & 31) < lanes) {
+        *reinterpret_cast<float4*>(&notes.held[warp][(thread & 31) * 4]) = held;
+        *reinterpret_cast<float4*>(&notes.asked[warp][(thread & 31) * 4]) = asked;
+    }
+    meet<kThreads>();
+    const float query_factor = rsqrtf(notes.sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(notes.sums[1] + kUnitEps);
+    if (thread < width) {
+        float held_sum = 0.0f, asked_sum = 0.0f;
+#pragma unroll
+        for (int other = 0; other < 8; ++other) held_sum += notes.held[other][thread], asked_sum += notes.asked[other][thread];
+        const float change = (notes.value[thread] - decay * held_sum * key_factor) * beta;
+        notes.correction[thread] = change * key_factor;
+        result[thread] = decay * asked_sum * query_factor + notes.sums[2] * query_factor * key_factor * change;
+    }
+    meet<kThreads>();
+#pragma unroll
+    for (int index = 0; index < kFours; ++index) {
+        const int four = thread + index * kThreads;
+        if (four >= fours) break;
+        const float k = notes.key[four / lanes];
+        const float4 change = *reinterpret_cast<const float4*>(&notes.correction[four % lanes * 4]);
+        *reinterpret_cast<float4*>(matrix + static_cast<std::int64_t>(four / lanes) * value_dim + four % lanes * 4) =
+            make_float4(fmaf(k, change.x, decay * state[index].x), fmaf(k, change.y, decay * state[index].y), fmaf(k, change.z, decay * state[index].z),
+                        fmaf(k, change.w, decay * state[index].w));
+    }
+    if (!notes.is_last) return;                             // of the key head's parts, all of which have read what moves on
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int index = thread + turn * kThreads;
+        if (index >= 2 * key_dim) continue;
+#pragma unroll
+        for (int tap = 1; tap < kTaps; ++tap)
+            if (tap < taps) tail[(tap - 1) * conv_dim + channel_of(index)] = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
+    }
+}
+
+}  // namespace pocket::cuda
