@@ -65,7 +65,7 @@ private:
         std::vector<std::int32_t> all(rows * (8 + num_blocks));
         for (std::size_t row = 0; row < rows; ++row) {
             const bool is_there = static_cast<int>(row) >= num_empty;
-            const auto block = [&](int number) { return static_cast<std::int32_t>((number * num_rows_ + static_cast<int>(row) * 5) % (num_blocks * num_rows_)); };
+            const auto block = [&](int number) { return static_cast<std::int32_t>(number * num_rows_ + (static_cast<int>(row) + number) % num_rows_); };
             all[row] = token_ids[row], all[rows + row] = is_there ? position : 0;
             all[2 * rows + row] = is_there ? block(position / block_size) * block_size + position % block_size : -1;
             all[3 * rows + row] = is_there ? position + 1 : 0, all[4 * rows + row] = is_there ? static_cast<std::int32_t>(rows - 1 - row) : -1;

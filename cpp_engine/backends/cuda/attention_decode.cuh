@@ -41,6 +41,23 @@ __device__ __forceinline__ float exchange_sums(const float (&values)[kCount]) {
     }
 }
 
+// Brings the keys and values that the block reads first closer, as far as the L2 cache: a line for each of `threads` in turn.
+template <typename T>
+__device__ __forceinline__ void prefetch_attention(const AttentionCall& call, const AttentionPlace& place, int heads_of_group, int thread, int threads) {
+    constexpr int kMostTokens = 64, kLine = 128 / sizeof(T);
+    const AttentionShape& shape = call.shape;
+    const int length = max(call.step.lengths[place.row], 0), share = (length + place.num_splits * 8 - 1) / (place.num_splits * 8) * 8;
+    const int begin = min(place.split * share, length), tokens = min(min(begin + share, length) - begin, kMostTokens), lines = (shape.head_dim + kLine - 1) / kLine;
+    const int kv_head = place.group * heads_of_group / (shape.num_heads / shape.num_kv_heads);
+    const std::int32_t* table = call.step.block_tables + static_cast<std::int64_t>(place.row) * call.step.max_blocks;
+    for (int index = thread; index < 2 * tokens * lines; index += threads) {
+        const int token = begin + index / (2 * lines), line = index % lines;
+        const std::int64_t slot = static_cast<std::int64_t>(table[token / call.cache.block_size]) * call.cache.block_size + token % call.cache.block_size;
+        const auto* from = static_cast<const T*>(index / lines % 2 == 0 ? call.cache.keys : call.cache.values);
+        prefetch(from + cache_place(call.cache, shape.num_kv_heads, shape.head_dim, slot, kv_head) + line * kLine);
+    }
+}
+
 // `memory`: float32 [8][kGroup][head_dim], or [num_splits][kGroup] where that is more; aligned to 16 bytes.
 template <typename T, int kGroup>
 __device__ void attend(const AttentionCall& call, const AttentionPlace& place, float* partial, int* tickets, float* memory, AttentionNotes<kGroup>& shared) {

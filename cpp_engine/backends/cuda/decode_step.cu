@@ -6,7 +6,8 @@
 // all rows by x, which lies in shared memory too, in mma.m16n8k16 with the weights on the left and the rows of x on the right. As in product_few.cu a thread
 // takes 16 adjacent bytes and the same columns of x. The warps' sums of a tile of 16 rows meet in shared memory.
 //
-// x is rounded before its norm's factor, which the sums are multiplied with. Beside float8_e4m3 weights each row of x is also brought into float16's range.
+// x comes as bfloat16, rounded before its norm's factor: whoever adds to the residual stream leaves it so for the next product, with the sums of squares for the
+// factor. Beside float8_e4m3 weights each row of x is also brought into float16's range.
 #include <algorithm>
 #include <type_traits>
 
@@ -29,7 +30,7 @@ struct Layout {
     static constexpr int kSumBytes = static_cast<int>(sizeof(float)) * kWarps * kStageRows * kColumns;  // of one region
     static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
     static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
-    static constexpr int kReduce = kScales + 64;            // [2][kWarps]: squares and largest values of the warps
+    static constexpr int kReduce = kScales + 64;            // [kWarps]: largest values of the warps
     static constexpr int kPhases = kReduce + 64;            // this one and the next
     static constexpr int kSums = round_up(kPhases + 2 * static_cast<int>(sizeof(Phase)), 128);
     static constexpr int kKept = kSums + 2 * kSumBytes;     // [kKeptRows][kStepRows], of x that comes in parts
@@ -38,11 +39,11 @@ struct Layout {
 
 struct Ring {
     std::uint32_t start, barriers;
-    int num_stages, stage = 0;
+    int num_stages, row_stride, stage = 0;
     std::uint32_t parity = 0;
     __device__ std::uint32_t full() const { return barriers + 8 * stage; }
     __device__ std::uint32_t empty() const { return barriers + 8 * (kMostStages + stage); }
-    __device__ std::uint32_t place() const { return start + stage * kStageBytes; }
+    __device__ std::uint32_t place() const { return start + stage * (kStageRows * row_stride); }
     __device__ void advance() {
         if (++stage == num_stages) stage = 0, parity ^= 1;
     }
@@ -64,8 +65,11 @@ __device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_
 
 // --- the warp that copies ---
 
-__device__ void copy_weights(const Phase* phases, int num_phases, Ring ring) {
-    const int lane = threadIdx.x & 31;
+__device__ void copy_weights(const Phase* phases, int num_phases, Ring ring, int copy_warps, int most_pending) {
+    Ring arrived = ring;                                    // the stage before those that may be on their way
+    int to_come = most_pending;
+    const int lane = threadIdx.x & 31, piece = ring.row_stride - kRowPadding;
+    int turns = static_cast<int>(threadIdx.x - kStepConsumers) / 32;  // until a stage is this warp's
     for (int index = 0; index < num_phases; ++index) {
         if (phases[index].kind != PhaseKind::product) continue;
         const ProductPhase& p = phases[index].product;
@@ -81,10 +85,23 @@ __device__ void copy_weights(const Phase* phases, int num_phases, Ring ring) {
                 const int within = lane % share.per_tile;
                 const bool has_row = lane < kStageRows && within < count;
                 const std::uint8_t* row = values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? limit : 0)) * row_bytes;
-                for (std::int64_t at = first; at < part_end; at += kPieceBytes, ring.advance()) {
-                    const int bytes = static_cast<int>(min(static_cast<std::int64_t>(kPieceBytes), part_end - at));
+                for (std::int64_t at = first; at < part_end; at += piece, ring.advance()) {
+                    const bool is_mine = turns-- == 0;
+                    if (is_mine) turns = copy_warps - 1;
+                    if (!is_mine) {
+                        if (to_come > 0) --to_come;
+                        else arrived.advance();
+                        continue;
+                    }
+                    if (to_come > 0) {
+                        --to_come;
+                    } else {
+                        wait_for(arrived.full(), arrived.parity);
+                        arrived.advance();
+                    }
+                    const int bytes = static_cast<int>(min(static_cast<std::int64_t>(piece), part_end - at));
                     wait_for(ring.empty(), ring.parity ^ 1);
-                    fill_stage(ring.place(), kPieceStride, has_row ? row + at : nullptr, bytes, bytes * count * (is_swiglu ? 2 : 1), ring.full());
+                    fill_stage(ring.place(), ring.row_stride, has_row ? row + at : nullptr, bytes, bytes * count * (is_swiglu ? 2 : 1), ring.full());
                 }
             }
         }
@@ -101,103 +118,90 @@ struct Worker {
     const StepPlan& plan;
     Ring ring;
     int sums_parity = 0;
+    float squares = 0.0f;                                   // of the results that this thread stored
 
-    __device__ float4 load_x(const ProductPhase& p, std::int64_t row, int column) const {
-        const std::int64_t at = row * p.x_stride + column;
-        if (p.x_dtype == DType::float32) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.x) + at));
-        const uint2 words = __ldcg(reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(p.x) + at));
-        const float2 low = unpack<__nv_bfloat16>(words.x), high = unpack<__nv_bfloat16>(words.y);
-        return make_float4(low.x, low.y, high.x, high.y);
+    // 16 bytes of staged x, eight values, as `change` makes them.
+    template <typename To, typename Change>
+    __device__ __forceinline__ void change_eight(std::uint32_t place, const Change& change) const {
+        uint4 words = load_words(place);
+        const auto pair = [&](std::uint32_t word) {
+            const float2 both = unpack<__nv_bfloat16>(word);
+            return pack<To>(change(both.x), change(both.y));
+        };
+        words = make_uint4(pair(words.x), pair(words.y), pair(words.z), pair(words.w));
+        store_words(place, words);
     }
 
     // Columns [first, first + count) of all rows of x to shared memory, as bfloat16, or as float16 beside float8_e4m3 weights.
-    __device__ void stage_x(const ProductPhase& p, int first, int count, int stride) {
-        constexpr int kHeld = 4;
-        const int rows = kOne ? 1 : plan.rows;
+    __device__ void stage_x(const ProductPhase& p, const DeltaNetCall* moved, int first, int count, int stride) {
+        const int rows = kOne ? 1 : plan.rows, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         const int threads = kOne ? kStepConsumers : kStepConsumers / (rows > 4 ? 8 : rows > 2 ? 4 : 2);  // of a row
-        const int row = threadIdx.x / threads, thread = threadIdx.x % threads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-        const bool is_float8 = p.weight.dtype == DType::float8_e4m3, has_gates = p.gates != nullptr;
-        const std::uint32_t to = shared + At::kWork + row * stride;
-        float squares = 0.0f, largest = 0.0f;
+        const int row = threadIdx.x / threads, thread = threadIdx.x % threads;
+        const bool is_float8 = p.weight.dtype == DType::float8_e4m3, has_heads = p.norm_columns > 0 && p.norm_columns < p.columns;
+        const std::uint32_t to = shared + At::kWork + row * stride, factors = shared + At::kSums;
+        const std::int64_t from = row < rows && p.x_rows ? p.x_rows[row] : row;
         if (row < rows) {
-            const std::int64_t from = p.x_rows ? p.x_rows[row] : row;
-            for (int start = 4 * thread; start < round_up(count, 4 * 32); start += 4 * threads * kHeld) {  // whole warps: heads are summed over lanes
-                float4 held[kHeld], other[kHeld];
-#pragma unroll
-                for (int index = 0; index < kHeld; ++index) {
-                    const int column = start + index * 4 * threads;
-                    held[index] = other[index] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (column >= count) continue;
-                    held[index] = load_x(p, from, first + column);
-                    if (has_gates) {
-                        const auto* gate = static_cast<const std::uint16_t*>(p.gates) + row * p.gates_stride + first + column;
-                        const uint2 words = __ldcg(reinterpret_cast<const uint2*>(gate));
-                        const float2 low = unpack<__nv_bfloat16>(words.x), high = unpack<__nv_bfloat16>(words.y);
-                        other[index] = make_float4(low.x, low.y, high.x, high.y);
-                    } else if (p.norm) {
-                        other[index] = *reinterpret_cast<const float4*>(p.norm + first + column);
-                    }
-                }
-#pragma unroll
-                for (int index = 0; index < kHeld; ++index) {
-                    const int column = start + index * 4 * threads;
-                    float4 x = held[index];
-                    const float square = x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-                    if (has_gates) {
-                        float sum = square;
-                        for (int step = p.head_dim / 8; step; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                        const float factor = rsqrtf(sum / p.head_dim + p.eps);
-                        const float4 weight = *reinterpret_cast<const float4*>(p.norm + (first + column) % p.head_dim), gate = other[index];
-                        x = make_float4(x.x * factor * weight.x * silu(gate.x), x.y * factor * weight.y * silu(gate.y), x.z * factor * weight.z * silu(gate.z),
-                                        x.w * factor * weight.w * silu(gate.w));
-                    } else if (p.norm) {
-                        squares += square;
-                        x = make_float4(x.x * other[index].x, x.y * other[index].y, x.z * other[index].z, x.w * other[index].w);
-                    }
-                    if (column >= count) continue;
-                    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
-                    store_word(to + 2 * column, pack<__nv_bfloat16>(x.x, x.y));
-                    store_word(to + 2 * column + 4, pack<__nv_bfloat16>(x.z, x.w));
-                }
-            }
+            const std::uint16_t* x = p.x + from * p.x_stride + first;
+            for (int column = 8 * thread; column < count; column += 8 * threads) copy_16_bytes(to + 2 * column, x + column);
         }
-        squares = warp_sum(squares), largest = warp_max(largest);
-        if (lane == 0) store_float(shared + At::kReduce + 4 * warp, squares), store_float(shared + At::kReduce + 4 * (kWarps + warp), largest);
+        end_copies();
+        if (has_heads) {                                    // a factor for each head
+            if (first > 0) meet<kStepConsumers>();          // the sums before this part were there
+            const int heads = p.columns / p.norm_columns;
+            for (int index = threadIdx.x; index < rows * heads; index += kStepConsumers) {
+                float sum = 0.0f;
+                for (int part = 0; part < p.num_squares; ++part) sum += __ldcg(p.squares + index * p.num_squares + part);
+                store_float(factors + 4 * index, rsqrtf(sum / p.norm_columns + p.eps));
+            }
+        } else if (p.squares && warp < rows) {              // one for the row, which its sums are multiplied with
+            const std::int64_t at = (p.x_rows ? p.x_rows[warp] : warp) * static_cast<std::int64_t>(p.num_squares);
+            float sum = 0.0f;
+#pragma unroll 4
+            for (int index = lane; index < p.num_squares; index += 32) sum += __ldcg(p.squares + at + index);
+            sum = warp_sum(sum);
+            if (lane == 0) store_float(shared + At::kScales + 4 * (kStepRows + warp), rsqrtf(sum / p.columns + p.eps));
+        }
+        if (moved && first == 0) move_tails(*moved, rows);
+        wait_for_copies<0>();
         meet<kStepConsumers>();
-        const int warps = threads / 32, first_warp = row * warps;
-        float shrink = 1.0f;
-        if (is_float8) {
-            float most = 0.0f;
-            for (int other = first_warp; other < first_warp + warps; ++other) most = fmaxf(most, load_float(shared + At::kReduce + 4 * (kWarps + other)));
-            const int exponent = most > 0.0f && most < INFINITY ? max(ilogbf(most), -100) : 0;
-            shrink = ldexpf(1.0f, 14 - exponent);           // the largest becomes 2^14 to 2^15
-            if (row < rows) {
-                for (int column = 4 * thread; column < count; column += 4 * threads) {
-                    const std::uint32_t place = to + 2 * column;
-                    const float2 low = unpack<__nv_bfloat16>(load_word(place)), high = unpack<__nv_bfloat16>(load_word(place + 4));
-                    store_word(place, pack<__half>(low.x * shrink, low.y * shrink)), store_word(place + 4, pack<__half>(high.x * shrink, high.y * shrink));
-                }
+        if (has_heads) {
+            const int heads = p.columns / p.norm_columns;
+            for (int column = 8 * thread; row < rows && column < count; column += 8 * threads) {
+                const float factor = load_float(factors + 4 * (row * heads + (first + column) / p.norm_columns));
+                change_eight<__nv_bfloat16>(to + 2 * column, [&](float value) { return value * factor; });
             }
+            meet<kStepConsumers>();
         }
-        if (thread == 0 && row < rows) {
-            store_float(shared + At::kScales + 4 * row, 1.0f / shrink);
-            if (p.norm && !has_gates) {                     // of all columns so far
-                float sum = first > 0 ? load_float(shared + At::kScales + 4 * (kStepRows + row)) : 0.0f;
-                for (int other = first_warp; other < first_warp + warps; ++other) sum += load_float(shared + At::kReduce + 4 * other);
-                store_float(shared + At::kScales + 4 * (kStepRows + row), sum);
-            }
+        if (!is_float8) return;
+        float largest = 0.0f;
+        for (int column = 8 * thread; row < rows && column < count; column += 8 * threads) {
+            const uint4 words = load_words(to + 2 * column);
+            const auto most = [&](std::uint32_t word) {
+                const float2 both = unpack<__nv_bfloat16>(word);
+                largest = fmaxf(largest, fmaxf(fabsf(both.x), fabsf(both.y)));
+            };
+            most(words.x), most(words.y), most(words.z), most(words.w);
         }
-        if (is_float8) meet<kStepConsumers>();
+        largest = warp_max(largest);
+        if (lane == 0) store_float(shared + At::kReduce + 4 * warp, largest);
+        meet<kStepConsumers>();
+        for (int other = row * (threads / 32); other < (row + 1) * (threads / 32); ++other) largest = fmaxf(largest, load_float(shared + At::kReduce + 4 * other));
+        const int exponent = largest > 0.0f && largest < INFINITY ? max(ilogbf(largest), -100) : 0;
+        const float shrink = ldexpf(1.0f, 14 - exponent);   // the largest becomes 2^14 to 2^15
+        for (int column = 8 * thread; row < rows && column < count; column += 8 * threads)
+            change_eight<__half>(to + 2 * column, [&](float value) { return value * shrink; });
+        if (thread == 0 && row < rows) store_float(shared + At::kScales + 4 * row, 1.0f / shrink);
+        meet<kStepConsumers>();
     }
 
-    // 128 bytes of each of the stage's rows by the warp's columns of x.
-    __device__ __forceinline__ void multiply_dense(float (&sums)[4], int bytes, std::uint32_t x) {
+    // 128 bytes of each of the stage's rows, of those from `within` on, by the warp's columns of x.
+    __device__ __forceinline__ void multiply_dense(float (&sums)[4], int within, int bytes, std::uint32_t x) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
-        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
+        const std::uint32_t from = ring.place() + within + group * ring.row_stride + warp * 128 + quarter * 16;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (bytes <= 64 * half) break;
-            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * ring.row_stride + 64 * half);
             uint4 right = make_uint4(0, 0, 0, 0);
             if (group < (kOne ? 1 : plan.rows)) right = load_words(x + 64 * half);
             const std::uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
@@ -205,14 +209,14 @@ struct Worker {
             multiply<__nv_bfloat16>(sums, second, right.z, right.w);
         }
     }
-    __device__ __forceinline__ void multiply_float8(float (&sums)[4], int bytes, std::uint32_t x, float low_scale, float high_scale) {
+    __device__ __forceinline__ void multiply_float8(float (&sums)[4], int within, int bytes, std::uint32_t x, float low_scale, float high_scale) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
-        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
+        const std::uint32_t from = ring.place() + within + group * ring.row_stride + warp * 128 + quarter * 16;
         float block[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (bytes <= 64 * half) break;
-            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * ring.row_stride + 64 * half);
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 uint4 right = make_uint4(0, 0, 0, 0);
@@ -254,7 +258,7 @@ struct Worker {
             if (!is_first) value += load_float(kept);
             if (!is_last) return store_float(kept, value);
         }
-        if (p.norm && !p.gates) value *= rsqrtf(load_float(shared + At::kScales + 4 * (kStepRows + column)) / p.columns + p.eps);
+        if (p.norm_columns == p.columns) value *= load_float(shared + At::kScales + 4 * (kStepRows + column));
         if (p.is_swiglu) {                                  // of one warp with one row of x, of two neighbouring ones with more: rows 8 to 15 are the ups
             store_float(region + 4 * (within * kColumns + column), value);
             if constexpr (kOne) {
@@ -270,20 +274,42 @@ struct Worker {
         const std::int64_t to = column * p.out_stride + row;
         if (p.adds) value += load_value(p.out, p.out_dtype, to);
         store_value(p.out, p.out_dtype, to, value);
+        if (p.rounded.norm) {
+            store_value(p.rounded.values, DType::bfloat16, column * p.rounded.stride + row, value * p.rounded.norm[row]);
+            squares += value * value;
+        }
     }
 
-    __device__ void multiply_all(const ProductPhase& p) {
+    // What this block has of each row's squares.
+    __device__ void leave_squares(const Rounded& rounded) {
+        constexpr int kColumns = At::kColumns;
+        const std::uint32_t region = shared + At::kSums + sums_parity * At::kSumBytes;
+        if (threadIdx.x < kStageRows * kColumns) store_float(region + 4 * threadIdx.x, squares);
+        squares = 0.0f;
+        meet<kStepConsumers>();
+        if (threadIdx.x >= plan.rows) return;
+        float sum = 0.0f;
+#pragma unroll
+        for (int within = 0; within < kStageRows; ++within) sum += load_float(region + 4 * (within * kColumns + threadIdx.x));
+        rounded.squares[threadIdx.x * gridDim.x + blockIdx.x] = sum;
+    }
+
+    __device__ void multiply_all(const ProductPhase& p, const DeltaNetCall* moved) {
         const Share share(p.limit, p.is_swiglu);
-        if (share.num_tiles == 0) return;
+        if (share.num_tiles == 0) {
+            if (moved) move_tails(*moved, plan.rows);
+            if (p.rounded.norm) leave_squares(p.rounded);
+            return;
+        }
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
         const bool is_float8 = p.weight.dtype == DType::float8_e4m3;
-        const int per_piece = is_float8 ? kPieceBytes : kPieceBytes / 2;  // columns
+        const int per_chunk = is_float8 ? kChunkBytes : kChunkBytes / 2, chunks = (ring.row_stride - kRowPadding) / kChunkBytes;  // columns; chunks of a stage
         const int stride = 2 * p.staged_columns + (is_float8 ? 16 : 64);
         const std::uint32_t x = shared + At::kWork + group * stride + (is_float8 ? warp * 256 + quarter * 32 : warp * 128 + quarter * 16);
         for (int first = 0; first < p.columns; first += p.staged_columns) {
             const int count = min(p.staged_columns, p.columns - first);
             const bool is_last = first + count == p.columns;
-            stage_x(p, first, count, stride);
+            stage_x(p, moved, first, count, stride);
             for (int tile = 0; tile < share.num_tiles; ++tile) {
                 float sums[4] = {};
                 const int start = share.begin + tile * share.per_tile;
@@ -294,18 +320,21 @@ struct Worker {
                     const int most = p.weight.scale_stride - 1;
                     const auto block_of = [&](int column) { return min((first + column + warp * 128) >> 7, most); };
                     float low_next = low[block_of(0)], high_next = high[block_of(0)];
-                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
-                        const float low_scale = low_next * kFloat8Factor, high_scale = high_next * kFloat8Factor;
-                        low_next = low[block_of(column + per_piece)], high_next = high[block_of(column + per_piece)];
+                    for (int column = 0; column < count; ring.advance()) {
                         wait_for(ring.full(), ring.parity);
-                        multiply_float8(sums, min(per_piece, count - column) - warp * 128, x + 2 * column, low_scale, high_scale);
+                        for (int chunk = 0; chunk < chunks && column < count; ++chunk, column += per_chunk) {
+                            const float low_scale = low_next * kFloat8Factor, high_scale = high_next * kFloat8Factor;
+                            low_next = low[block_of(column + per_chunk)], high_next = high[block_of(column + per_chunk)];
+                            multiply_float8(sums, chunk * kChunkBytes, min(per_chunk, count - column) - warp * 128, x + 2 * column, low_scale, high_scale);
+                        }
                         __syncwarp();
                         if (lane == 0) arrive(ring.empty());
                     }
                 } else {
-                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
+                    for (int column = 0; column < count; ring.advance()) {
                         wait_for(ring.full(), ring.parity);
-                        multiply_dense(sums, 2 * min(per_piece, count - column) - warp * 128, x + 2 * column);
+                        for (int chunk = 0; chunk < chunks && column < count; ++chunk, column += per_chunk)
+                            multiply_dense(sums, chunk * kChunkBytes, 2 * min(per_chunk, count - column) - warp * 128, x + 2 * column);
                         __syncwarp();
                         if (lane == 0) arrive(ring.empty());
                     }
@@ -313,40 +342,70 @@ struct Worker {
                 finish_tile(p, share, tile, first == 0, is_last, sums);
             }
         }
+        if (p.rounded.norm) leave_squares(p.rounded);
     }
 
-    __device__ void embed(const EmbedPhase& e) const {
-        const int columns = static_cast<int>(e.columns), all = columns * plan.rows;
-        for (int at = blockIdx.x * kStepConsumers + threadIdx.x; at < all; at += gridDim.x * kStepConsumers) {
-            const int row = at / columns, column = at % columns;
-            e.out[row * e.out_stride + column] = load_value(e.table.values, e.table.dtype, e.ids[row] * e.columns + column);
+    // Neighbouring columns of all rows.
+    __device__ void embed(const EmbedPhase& e) {
+        const int begin = static_cast<int>(e.columns * blockIdx.x / gridDim.x), end = static_cast<int>(e.columns * (blockIdx.x + 1) / gridDim.x);
+        const int column = threadIdx.x % At::kColumns;      // of the sums of squares: a row of x
+        if (threadIdx.x < kStageRows * At::kColumns && column < plan.rows) {
+            for (int at = begin + static_cast<int>(threadIdx.x) / At::kColumns; at < end; at += kStageRows) {
+                const float value = load_value(e.table.values, e.table.dtype, e.ids[column] * e.columns + at);
+                e.out[column * e.out_stride + at] = value;
+                if (e.rounded.norm) store_value(e.rounded.values, DType::bfloat16, column * e.rounded.stride + at, value * e.rounded.norm[at]);
+                squares += value * value;
+            }
         }
+        if (e.rounded.norm) leave_squares(e.rounded);
+    }
+
+    // This block's parts of attention: work(place).
+    template <int kGroup, typename Work>
+    __device__ void for_attention(const AttentionShape& shape, const Work& work) const {
+        const int groups = shape.num_heads / kGroup, splits = plan.num_splits, tasks = splits * groups * plan.rows;
+        for (int task = blockIdx.x; task < tasks; task += gridDim.x) work(AttentionPlace{task % splits, splits, task / splits % groups, groups, task / (splits * groups)});
     }
 
     template <int kGroup>
     __device__ void attend_all(const AttentionCall& call) const {
         float* work = reinterpret_cast<float*>(memory + At::kWork);
         auto& notes = *reinterpret_cast<AttentionNotes<kGroup>*>(memory + At::kWork + plan.work_bytes - round_up(sizeof(AttentionNotes<kGroup>), 16));
-        const int groups = call.shape.num_heads / kGroup, tasks = plan.num_splits * groups * plan.rows;
-        for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
-            attend<__nv_bfloat16, kGroup>(call, {task % plan.num_splits, plan.num_splits, task / plan.num_splits % groups, groups, task / (plan.num_splits * groups)}, plan.partial,
-                                          plan.tickets, work, notes);
+        for_attention<kGroup>(call.shape, [&](const AttentionPlace& place) {
+            attend<__nv_bfloat16, kGroup>(call, place, plan.partial, plan.tickets, work, notes);
             meet<kStepConsumers>();
-        }
+        });
     }
 
-    __device__ void step_deltas(const DeltaNetCall& call, float* results) const {
+    // This block's parts of heads, of all rows: work(row, head, first value channel, channels).
+    template <typename Work>
+    __device__ void for_deltas(const DeltaNetShape& shape, const Work& work) const {
+        const int width = min(shape.value_dim, kDeltaWidth), parts = shape.value_dim / width, of_row = parts * shape.num_value_heads;
+        for (int task = blockIdx.x; task < of_row * plan.rows; task += gridDim.x) work(task / of_row, task / parts % shape.num_value_heads, task % parts * width, width);
+    }
+
+    __device__ void step_deltas(const DeltaNetCall& call, const DeltaResults& results) const {
         auto& notes = *reinterpret_cast<DeltaNotes*>(memory + At::kWork);
-        const int width = min(call.shape.value_dim, kDeltaWidth), parts = call.shape.value_dim / width, tasks = parts * call.shape.num_value_heads * plan.rows;
-        for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
-            step_delta(call, task / (parts * call.shape.num_value_heads), task / parts % call.shape.num_value_heads, task % parts * width, width, results, plan.tickets, notes);
+        for_deltas(call.shape, [&](int row, int head, int first, int width) {
+            step_delta(call, row, head, first, width, results, notes);
             meet<kStepConsumers>();
-        }
+        });
+    }
+
+    // While the others come to the meeting before `next`; not for the first warp, which waits for them.
+    template <int kGroup>
+    __device__ void prepare(const Phase& next) const {
+        const int thread = static_cast<int>(threadIdx.x) - 32;
+        if (thread < 0) return;
+        if (next.kind == PhaseKind::delta_net)
+            for_deltas(next.delta_net.shape, [&](int row, int head, int first, int) { prefetch_delta(next.delta_net, row, head, first, thread); });
+        if (next.kind == PhaseKind::attention)
+            for_attention<kGroup>(next.attention.shape, [&](const AttentionPlace& place) { prefetch_attention<__nv_bfloat16>(next.attention, place, kGroup, thread, kStepConsumers - 32); });
     }
 };
 
 template <bool kOne, int kGroup>
-__global__ __launch_bounds__(kStepConsumers + 32, 1) void step_kernel(const StepPlan plan) {
+__global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const StepPlan plan) {
     using At = Layout<kOne>;
     extern __shared__ __align__(128) std::uint8_t memory[];
     const std::uint32_t shared = shared_address(memory);
@@ -358,8 +417,8 @@ __global__ __launch_bounds__(kStepConsumers + 32, 1) void step_kernel(const Step
         publish_barriers();
     }
     __syncthreads();
-    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages};
-    if (threadIdx.x >= kStepConsumers) return copy_weights(plan.phases, plan.num_phases, ring);
+    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages, plan.piece_bytes + kRowPadding};
+    if (threadIdx.x >= kStepConsumers) return copy_weights(plan.phases, plan.num_phases, ring, plan.copy_warps, plan.most_pending);
 
     Worker<kOne> worker = {memory, shared, plan, ring};
     auto* phases = reinterpret_cast<Phase*>(memory + At::kPhases);
@@ -367,22 +426,27 @@ __global__ __launch_bounds__(kStepConsumers + 32, 1) void step_kernel(const Step
         constexpr int kParts = sizeof(Phase) / 16;
         if (index >= plan.num_phases) return;
         for (int part = threadIdx.x; part < kParts; part += kStepConsumers)
-            reinterpret_cast<uint4*>(phases + index % 2)[part] = reinterpret_cast<const uint4*>(plan.phases + index)[part];
+            copy_16_bytes(shared + At::kPhases + index % 2 * static_cast<int>(sizeof(Phase)) + 16 * part, reinterpret_cast<const uint4*>(plan.phases + index) + part);
     };
     const std::uint32_t come_before = plan.meetings[1];
     std::uint32_t count = come_before;
     fetch_phase(0);
+    end_copies();
+    wait_for_copies<0>();
     meet<kStepConsumers>();
     for (int index = 0; index < plan.num_phases; ++index) {
         const Phase& phase = phases[index % 2];
         fetch_phase(index + 1);
-        if (phase.kind == PhaseKind::product) worker.multiply_all(phase.product);
+        if (phase.kind == PhaseKind::product) worker.multiply_all(phase.product, phase.moves_tails ? &phase.delta_net : nullptr);
         else if (phase.kind == PhaseKind::delta_net) worker.step_deltas(phase.delta_net, phase.results);
         else if (phase.kind == PhaseKind::attention) worker.template attend_all<kGroup>(phase.attention);
         else worker.embed(phase.embed);
         const bool meets = phase.meets;
+        end_copies();
+        wait_for_copies<0>();
         meet<kStepConsumers>();
         if (!meets) continue;
+        worker.template prepare<kGroup>(phases[(index + 1) % 2]);
         count += gridDim.x;
         if (threadIdx.x == 0) meet_blocks(plan.meetings, count);
         meet<kStepConsumers>();
@@ -393,7 +457,7 @@ __global__ __launch_bounds__(kStepConsumers + 32, 1) void step_kernel(const Step
 
 template <bool kOne>
 void launch_rows(const Context& context, const StepPlan& plan) {
-    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32, decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes), plan); };
+    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32 * plan.copy_warps, decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes, plan.piece_bytes), plan); };
     if (plan.attention_group == 6) go(step_kernel<kOne, 6>);
     else if (plan.attention_group == 4) go(step_kernel<kOne, 4>);
     else if (plan.attention_group == 2) go(step_kernel<kOne, 2>);
@@ -402,8 +466,8 @@ void launch_rows(const Context& context, const StepPlan& plan) {
 
 }  // namespace
 
-std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes) {
-    return static_cast<std::size_t>(rows == 1 ? Layout<true>::kWork : Layout<false>::kWork) + work_bytes + static_cast<std::size_t>(num_stages) * kStageBytes;
+std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piece_bytes) {
+    return static_cast<std::size_t>(rows == 1 ? Layout<true>::kWork : Layout<false>::kWork) + work_bytes + static_cast<std::size_t>(num_stages) * kStageRows * (piece_bytes + kRowPadding);
 }
 
 std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits) {
@@ -411,6 +475,8 @@ std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num
 }
 
 std::size_t delta_step_bytes() { return sizeof(DeltaNotes); }
+
+int delta_step_parts(const DeltaNetShape& shape) { return shape.value_dim / std::min(shape.value_dim, kDeltaWidth); }
 
 bool takes_delta_step(const DeltaNetShape& shape) {
     const bool is_power = shape.value_dim >= 4 && shape.value_dim <= 128 && (shape.value_dim & (shape.value_dim - 1)) == 0;

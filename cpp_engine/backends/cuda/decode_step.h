@@ -12,14 +12,31 @@ namespace pocket::cuda {
 
 constexpr int kStepRows = 8;                                // most rows of a step
 constexpr int kStepConsumers = 256;                         // threads of a block that compute; a warp beside them copies weights
-constexpr int kPieceBytes = 1024;                           // of a weight row that one copy takes
-constexpr int kPieceStride = kPieceBytes + 64;              // between rows in shared memory, so that two neighbours fall into different banks
+constexpr int kChunkBytes = 1024;                           // of a weight row that the eight warps multiply at a time
+inline int kPieceBytes = 1024;                           // of a weight row that one copy takes
+inline int kCopyWarps = 2, kMostPending = 4;
 constexpr int kStageRows = 16;                              // of a weight, in a stage of the ring
-constexpr int kStageBytes = kStageRows * kPieceStride;
+constexpr int kRowPadding = 64;                             // between rows in shared memory, so that two neighbours fall into different banks
 constexpr int kMostStages = 16;
+constexpr int kStepHeads = 256;                             // most heads whose norms' factors a product takes
 constexpr int kKeptRows = 128;                              // weight rows of a block whose sums wait for further columns of x
 
+// What Gated DeltaNet leaves to the product after it: results with weight and gate, but without the factor of the norm, and the sums of squares for that.
+struct DeltaResults {
+    std::uint16_t* values = nullptr;                        // bfloat16 [rows, value_size]
+    float* squares = nullptr;                               // [rows, value heads, parts of a head]
+};
+
 enum class PhaseKind : std::int32_t { embed, product, attention, delta_net };
+
+// The residual stream as the next product takes it: bfloat16, times the weight of that product's norm, without its factor; and sums of the squares of what each
+// block has of a row.
+struct Rounded {
+    const float* norm = nullptr;                            // null: no product asks for it
+    std::uint16_t* values = nullptr;                        // [rows, columns]
+    std::int64_t stride = 0;
+    float* squares = nullptr;                               // [rows, blocks]
+};
 
 // out (+)= x W^T for the rows of one segment. Every block has neighbouring rows of it.
 struct ProductPhase {
@@ -28,19 +45,17 @@ struct ProductPhase {
     int columns = 0, staged_columns = 0;                    // of x, and how many of them shared memory takes at a time
     int limit = 0;                                          // results of a row of x: the segment's rows, or half of them with swiglu
     bool is_swiglu = false, adds = false;
-    const void* x = nullptr;
-    DType x_dtype = DType::float32;
+    const std::uint16_t* x = nullptr;                       // bfloat16
     std::int64_t x_stride = 0;
     const std::int32_t* x_rows = nullptr;                   // which rows of x; null: the first ones
-    const float* norm = nullptr;                            // weight of the RMS norm of x, or of each of its heads where it has `gates`
+    // x still lacks the factor of its RMS norm, over a row or over each head of it: squares [rows, columns / norm_columns, num_squares] are summed for that.
+    const float* squares = nullptr;
+    int num_squares = 0, norm_columns = 0;
     float eps = 0;
-    const void* gates = nullptr;                            // x is norm(x) * silu(gates), a head of `head_dim` at a time
-    DType gates_dtype = DType::float32;
-    std::int64_t gates_stride = 0;
-    int head_dim = 0;
     void* out = nullptr;
     DType out_dtype = DType::float32;
     std::int64_t out_stride = 0;
+    Rounded rounded;                                        // of out, with `adds`
 };
 
 struct EmbedPhase {
@@ -49,6 +64,7 @@ struct EmbedPhase {
     const std::int32_t* ids = nullptr;
     float* out = nullptr;
     std::int64_t out_stride = 0;
+    Rounded rounded;
 };
 
 struct alignas(16) Phase {
@@ -58,7 +74,8 @@ struct alignas(16) Phase {
     EmbedPhase embed;
     AttentionCall attention;
     DeltaNetCall delta_net;
-    float* results = nullptr;                               // of delta_net, before norm and gate
+    bool moves_tails = false;                               // a product, of the delta_net before it
+    DeltaResults results;                                   // of delta_net
 };
 
 struct StepPlan {
@@ -67,7 +84,7 @@ struct StepPlan {
     int rows = 0;
     int attention_group = 1;                                // query heads that one block takes
     int num_splits = 1;                                     // of attention's context
-    int num_stages = 0;
+    int num_stages = 0, piece_bytes = 0, copy_warps = 1, most_pending = 1;
     int work_bytes = 0;                                     // of shared memory for x, or for what a mixer needs
     std::uint32_t num_meetings = 0;
     std::uint32_t* meetings = nullptr;                      // how many blocks came to meetings, and how many had before this launch
@@ -75,10 +92,11 @@ struct StepPlan {
     int* tickets = nullptr;                                 // zeros between steps
 };
 
-std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes);  // of shared memory
+std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piece_bytes);  // of shared memory
 std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits);
 std::size_t delta_step_bytes();
 bool takes_delta_step(const DeltaNetShape& shape);
+int delta_step_parts(const DeltaNetShape& shape);           // of a head, each a block's
 void decode_step(const Context& context, const StepPlan& plan);
 
 }  // namespace pocket::cuda

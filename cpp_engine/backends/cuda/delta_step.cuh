@@ -1,10 +1,11 @@
-// Gated DeltaNet of one row that computes one token, as a block of 256 threads computes up to 32 value channels of one head: convolution and delta rule, without
-// the norm and the gate, which take whole heads.
+// Gated DeltaNet of one row that computes one token, as a block of 256 threads computes up to 32 value channels of one head: all but the factor of the norm, which
+// takes whole heads.
 //
-// Value channels do not touch each other. Parts of heads of one key head all read that key head's past inputs of the convolution: the last of them to have read
-// them moves them on.
+// Value channels do not touch each other. Parts of heads of one key head all read that key head's past inputs of the convolution, which are moved on when all parts
+// are done.
 #pragma once
 
+#include "backends/cuda/decode_step.h"
 #include "backends/cuda/stream_code.cuh"
 
 namespace pocket::cuda {
@@ -17,11 +18,10 @@ struct DeltaNotes {                                         // in shared memory
     alignas(16) float query[kDeltaKeys], key[kDeltaKeys], value[kDeltaWidth], correction[kDeltaWidth];
     alignas(16) float held[8][kDeltaWidth], asked[8][kDeltaWidth];  // [warp][channel]
     float sums[3];
-    bool is_last;
 };
 
-// Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth. results [rows, value_size] float32.
-__device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, int head, int first, int width, float* results, int* tickets, DeltaNotes& notes) {
+// Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth.
+__device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, int head, int first, int width, const DeltaResults& results, DeltaNotes& notes) {
     constexpr int kThreads = 256, kTurns = 2, kTaps = kDeltaTaps, kFours = kDeltaKeys * kDeltaWidth / 4 / kThreads;
     constexpr float kUnitEps = 1e-6f;
     const DeltaNetShape& shape = call.shape;
@@ -30,10 +30,13 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
     const int lanes = width / 4, fours = key_dim * lanes;   // float4 of a key channel, and of this part of the matrix
     const int slot = call.step.state_slots[row], place = max(slot, 0);
     float* matrix = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(head) * key_dim * value_dim + first;
-    float* tail = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * key_dim * value_dim;
-    float* result = results + row * shape.value_size() + static_cast<std::int64_t>(head) * value_dim + first;
+    const float* tail = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * key_dim * value_dim;
+    const std::int64_t channel_of_result = static_cast<std::int64_t>(head) * value_dim + first + thread;
+    std::uint16_t* result = results.values + row * shape.value_size() + channel_of_result;
+    float* squares = results.squares + (static_cast<std::int64_t>(row) * shape.num_value_heads + head) * (value_dim / width) + first / width;
     if (slot < 0) {
-        if (thread < width) result[thread] = 0.0f;
+        if (thread < width) *result = 0;
+        if (thread == 0) *squares = 0.0f;
         return;
     }
     const bool has_state = call.step.positions[row] != 0;
@@ -68,6 +71,8 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
     const float b = load_value(call.projections.data, call.projections.dtype, gates + head);
     const float a = load_value(call.projections.data, call.projections.dtype, gates + shape.num_value_heads + head);
     const float rate = call.weights.rate[head], dt_bias = call.weights.dt_bias[head];
+    const float weight = thread < width ? call.weights.norm.weight[first + thread] : 0.0f;
+    const float z = thread < width ? load_value(call.projections.data, call.projections.dtype, projections + conv_dim + channel_of_result) : 0.0f;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int index = thread + turn * kThreads;
@@ -78,19 +83,12 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
             if (tap >= taps) break;
             const float moved = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
             sum = fmaf(moved, filter[turn][tap], sum);
-            if (tap > 0 && index >= 2 * key_dim) tail[(tap - 1) * conv_dim + channel_of(index)] = moved;
         }
         (index < key_dim ? notes.query[index] : index < 2 * key_dim ? notes.key[index - key_dim] : notes.value[index - 2 * key_dim]) = silu(sum);
     }
     meet<kThreads>();
-    if (thread == 0) {
-        __threadfence();
-        const int ticket = row * shape.num_key_heads + key_head, parts = share * (value_dim / width);
-        notes.is_last = atomicAdd(&tickets[ticket], 1) == parts - 1;
-        if (notes.is_last) tickets[ticket] = 0;
-    }
-    if (thread >= 32 && thread < 128) {                     // warps 1 to 3: lengths of query and key, and their product
-        const int which = warp - 1;
+    if (warp < 3) {                                         // lengths of query and key, and their product
+        const int which = warp;
         float sum = 0.0f;
         for (int dim = thread & 31; dim < key_dim; dim += 32) {
             const float q = notes.query[dim], k = notes.key[dim];
@@ -121,13 +119,20 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
     }
     meet<kThreads>();
     const float query_factor = rsqrtf(notes.sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(notes.sums[1] + kUnitEps);
-    if (thread < width) {
-        float held_sum = 0.0f, asked_sum = 0.0f;
+    if (warp == 0) {
+        float read = 0.0f;
+        if (thread < width) {
+            float held_sum = 0.0f, asked_sum = 0.0f;
 #pragma unroll
-        for (int other = 0; other < 8; ++other) held_sum += notes.held[other][thread], asked_sum += notes.asked[other][thread];
-        const float change = (notes.value[thread] - decay * held_sum * key_factor) * beta;
-        notes.correction[thread] = change * key_factor;
-        result[thread] = decay * asked_sum * query_factor + notes.sums[2] * query_factor * key_factor * change;
+            for (int other = 0; other < 8; ++other) held_sum += notes.held[other][thread], asked_sum += notes.asked[other][thread];
+            const float change = (notes.value[thread] - decay * held_sum * key_factor) * beta;
+            notes.correction[thread] = change * key_factor;
+            read = decay * asked_sum * query_factor + notes.sums[2] * query_factor * key_factor * change;
+            const __nv_bfloat16 gated = __float2bfloat16_rn(read * weight * silu(z));
+            *result = *reinterpret_cast<const std::uint16_t*>(&gated);
+        }
+        read = warp_sum(read * read);
+        if (thread == 0) *squares = read;
     }
     meet<kThreads>();
 #pragma unroll
@@ -140,15 +145,34 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
             make_float4(fmaf(k, change.x, decay * state[index].x), fmaf(k, change.y, decay * state[index].y), fmaf(k, change.z, decay * state[index].z),
                         fmaf(k, change.w, decay * state[index].w));
     }
-    if (!notes.is_last) return;                             // of the key head's parts, all of which have read what moves on
+}
+
+// The past inputs of the convolution as the next step finds them; all blocks share the channels of all rows.
+__device__ __forceinline__ void move_tails(const DeltaNetCall& call, int num_rows) {
+    constexpr int kThreads = 256;
+    const DeltaNetShape& shape = call.shape;
+    const int conv_dim = static_cast<int>(shape.conv_dim()), taps = shape.conv_kernel;
+    for (int index = blockIdx.x * kThreads + threadIdx.x; index < num_rows * conv_dim; index += gridDim.x * kThreads) {
+        const int row = index / conv_dim, channel = index % conv_dim, slot = call.step.state_slots[row];
+        const bool has_state = call.step.positions[row] != 0;
+        if (slot < 0) continue;
+        float* tail = call.states.states + slot * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * shape.key_dim * shape.value_dim + channel;
+        float moved[kDeltaTaps - 1];
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const int index = thread + turn * kThreads;
-        if (index >= 2 * key_dim) continue;
+        for (int tap = 1; tap < kDeltaTaps; ++tap)
+            if (tap < taps) moved[tap - 1] = tap < taps - 1 ? (has_state ? tail[static_cast<std::int64_t>(tap) * conv_dim] : 0.0f) : load_value(call.projections.data, call.projections.dtype, row * call.projections.stride + channel);
 #pragma unroll
-        for (int tap = 1; tap < kTaps; ++tap)
-            if (tap < taps) tail[(tap - 1) * conv_dim + channel_of(index)] = tap == taps - 1 ? inputs[turn] : past[turn][tap < kTaps - 1 ? tap : 0];
+        for (int tap = 1; tap < kDeltaTaps; ++tap)
+            if (tap < taps) tail[static_cast<std::int64_t>(tap - 1) * conv_dim] = moved[tap - 1];
     }
+}
+
+// Brings the state that step_delta reads closer, as far as the L2 cache: `thread`, of at least kDeltaKeys, a line.
+__device__ __forceinline__ void prefetch_delta(const DeltaNetCall& call, int row, int head, int first, int thread) {
+    const DeltaNetShape& shape = call.shape;
+    const int slot = call.step.state_slots[row], key = thread;
+    if (slot < 0 || key >= shape.key_dim) return;
+    prefetch(call.states.states + slot * call.states.slot_stride + (static_cast<std::int64_t>(head) * shape.key_dim + key) * shape.value_dim + first);
 }
 
 }  // namespace pocket::cuda

@@ -22,6 +22,9 @@ __device__ __forceinline__ void touch(const float* from) {
     asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(unused.x), "=f"(unused.y), "=f"(unused.z), "=f"(unused.w) : "l"(from));
 }
 
+// Brings a line into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 template <typename... Parameters, typename... Arguments>
 void launch(const Context& context, cudaLaunchAttribute* attribute, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
     cudaLaunchConfig_t config = {};

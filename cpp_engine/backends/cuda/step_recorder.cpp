@@ -43,41 +43,53 @@ void StepRecorder::embed(const Step& step, std::span<const Segment> table, std::
     phase->embed = {table.front(), columns, step.token_ids, static_cast<float*>(out.data), out.stride};
 }
 
+// The last phase that wrote the residual stream `x` leaves it as the product after it takes it.
+bool StepRecorder::ask_rounded(const void* x, const float* norm) {
+    for (auto phase = phases_.rbegin(); phase != phases_.rend(); ++phase) {
+        Rounded* rounded = nullptr;
+        if (phase->kind == PhaseKind::embed && phase->embed.out == x) rounded = &phase->embed.rounded;
+        if (phase->kind == PhaseKind::product && phase->product.adds && phase->product.out == x) rounded = &phase->product.rounded;
+        if (!rounded) continue;
+        if (rounded->norm && rounded->norm != norm) return false;
+        rounded->norm = norm;
+        return true;
+    }
+    return false;
+}
+
 void StepRecorder::linear(const Tensor& x, const Norm* norm, std::span<const Segment> weight, std::int64_t columns, Epilogue epilogue, const Tensor& out) {
-    const bool is_swiglu = epilogue == Epilogue::swiglu;
-    if ((gathered_ && gathered_ != x.data) || (ungated_ && ungated_ != x.data) || (is_swiglu && weight.size() != 1)) return refuse();
-    const bool is_ungated = ungated_ != nullptr;
-    const DeltaNetCall source = is_ungated ? phases_.back().delta_net : DeltaNetCall();
+    const bool is_swiglu = epilogue == Epilogue::swiglu, is_gated = ungated_ != nullptr, is_single = weight.size() == 1, adds = epilogue == Epilogue::add;
+    if ((gathered_ && gathered_ != x.data) || (is_gated && (ungated_ != x.data || norm)) || ((is_swiglu || is_gated || adds) && !is_single)) return refuse();
+    const DeltaNetCall source = is_gated ? phases_.back().delta_net : DeltaNetCall();
+    const Tensor& from = gathered_ ? gathered_from_ : x;
+    if (norm ? from.dtype != DType::float32 || !ask_rounded(from.data, norm->weight) : from.dtype != DType::bfloat16) return refuse();
+    if (norm) stream_columns_ = std::max(stream_columns_, columns);
     for (const Segment& segment : weight) {
         Phase* phase = add(PhaseKind::product, x.rows);
         if (!phase) return;
         phase->meets = &segment == &weight.back();
+        phase->moves_tails = is_gated;
+        if (is_gated) phase->delta_net = source;
         ProductPhase& p = phase->product;
         p.weight = segment;
         p.columns = static_cast<int>(columns);
         p.row_bytes = columns * static_cast<std::int64_t>(item_size(segment.dtype));
         p.limit = static_cast<int>(is_swiglu ? segment.rows / 2 : segment.rows);
-        p.is_swiglu = is_swiglu;
-        p.adds = epilogue == Epilogue::add;
-        p.x = x.data, p.x_dtype = x.dtype, p.x_stride = x.stride;
-        if (gathered_) p.x = gathered_from_.data, p.x_stride = gathered_from_.stride, p.x_rows = gathered_rows_;
-        if (norm) p.norm = norm->weight, p.eps = norm->eps;
-        if (is_ungated) {
-            const Tensor& projections = source.projections;
-            if (norm || columns != source.shape.value_size()) return refuse();
-            p.x = nullptr, p.x_dtype = DType::float32, p.x_stride = columns;  // x: where finish() puts the results
-            p.norm = source.weights.norm.weight, p.eps = source.weights.norm.eps;
-            p.gates = static_cast<const std::byte*>(projections.data) + source.shape.conv_dim() * static_cast<std::int64_t>(item_size(projections.dtype));
-            p.gates_stride = projections.stride;
-            p.head_dim = source.shape.value_dim;
-            if (projections.dtype != DType::bfloat16 || projections.stride % 4 != 0 || reinterpret_cast<std::uintptr_t>(p.gates) % 8 != 0) return refuse();
+        p.is_swiglu = is_swiglu, p.adds = adds;
+        p.x = static_cast<const std::uint16_t*>(from.data), p.x_stride = from.stride;
+        if (gathered_) p.x_rows = gathered_rows_;
+        if (norm) {                                         // finish() knows where x lies then
+            p.x = nullptr, p.x_stride = columns;
+            p.norm_columns = p.columns, p.num_squares = context_.num_multiprocessors, p.eps = norm->eps;
+        } else if (is_gated) {
+            if (columns != source.shape.value_size() || source.shape.num_value_heads > kStepHeads || source.shape.num_value_heads == 1) return refuse();
+            p.x = nullptr, p.x_stride = columns;
+            p.norm_columns = source.shape.value_dim, p.num_squares = delta_step_parts(source.shape), p.eps = source.weights.norm.eps;
         }
         p.out = static_cast<std::byte*>(out.data) + segment.first_row * static_cast<std::int64_t>(item_size(out.dtype));
         p.out_dtype = out.dtype, p.out_stride = out.stride;
         const bool is_kind = segment.dtype == DType::bfloat16 || segment.dtype == DType::float8_e4m3;
-        if (!is_kind || p.row_bytes % 64 != 0 || !is_aligned(segment.values) || (p.x_dtype != DType::float32 && p.x_dtype != DType::bfloat16) || p.x_stride % 4 != 0 ||
-            !is_aligned(p.x) || !is_aligned(p.norm))
-            return refuse();
+        if (!is_kind || p.row_bytes % 64 != 0 || !is_aligned(segment.values) || p.x_stride % 8 != 0 || !is_aligned(p.x)) return refuse();
     }
     gathered_ = ungated_ = nullptr;
 }
@@ -103,8 +115,8 @@ void StepRecorder::delta_net(const DeltaNetCall& call) {
     if (!phase) return;
     if (!takes_delta_step(call.shape) || !is_aligned(call.states.states) || call.states.slot_stride % 4 != 0 || call.step.num_decode != call.step.num_tokens) return refuse();
     const auto rows = static_cast<std::size_t>(call.step.num_decode);
-    num_tickets_ = std::max(num_tickets_, rows * static_cast<std::size_t>(call.shape.num_key_heads));
     results_size_ = std::max(results_size_, rows * static_cast<std::size_t>(call.shape.value_size()));
+    head_squares_ = std::max(head_squares_, rows * static_cast<std::size_t>(call.shape.num_value_heads * delta_step_parts(call.shape)));
     phase->delta_net = call;
     ungated_ = call.out.data;
 }
@@ -116,7 +128,7 @@ void StepRecorder::take_samples(const Step& step, const Tensor& x, const Tensor&
 
 // x takes what its products need, but no more than a third of shared memory: of a larger one as many columns at a time as go in there. The ring has the rest.
 bool StepRecorder::cut_products() {
-    const int rows = static_cast<int>(rows_), room = context_.shared_memory - static_cast<int>(decode_step_bytes(rows, 0, 0)), most = std::max(room / 3, 1024);
+    const int rows = static_cast<int>(rows_), room = context_.shared_memory - static_cast<int>(decode_step_bytes(rows, 0, 0, 0)), most = std::max(room / 3, 1024);
     std::size_t work = results_size_ ? delta_step_bytes() : 0;
     if (attention_shape_.num_heads) work = std::max(work, attention_step_bytes(attention_shape_, plan_.attention_group, plan_.num_splits));
     for (Phase& phase : phases_) {
@@ -131,7 +143,8 @@ bool StepRecorder::cut_products() {
         work = std::max(work, static_cast<std::size_t>(rows * (2 * p.staged_columns + padding)));
     }
     plan_.work_bytes = static_cast<int>((work + 127) / 128 * 128);
-    plan_.num_stages = std::min(kMostStages, (room - plan_.work_bytes) / kStageBytes);
+    plan_.num_stages = std::min(kMostStages, (room - plan_.work_bytes) / (kStageRows * (kPieceBytes + kRowPadding)));
+    plan_.piece_bytes = kPieceBytes, plan_.copy_warps = kCopyWarps, plan_.most_pending = kMostPending;
     return plan_.num_stages >= kFewestStages;
 }
 
@@ -139,11 +152,18 @@ std::unique_ptr<Graph> StepRecorder::finish() {
     if (!is_possible_ || phases_.empty() || gathered_ || ungated_ || !cut_products()) return nullptr;
     std::vector<std::unique_ptr<Buffer>> buffers;
     const auto make = [&](std::size_t num_bytes) { return buffers.emplace_back(device_.allocate(std::max<std::size_t>(num_bytes, 64)))->data(); };
-    auto* results = static_cast<float*>(make(results_size_ * sizeof(float)));
+    const auto rows = static_cast<std::size_t>(rows_), columns = static_cast<std::size_t>(stream_columns_), blocks = static_cast<std::size_t>(context_.num_multiprocessors);
+    const DeltaResults results = {static_cast<std::uint16_t*>(make(results_size_ * sizeof(std::uint16_t))), static_cast<float*>(make(head_squares_ * sizeof(float)))};
+    const Rounded stream = {nullptr, static_cast<std::uint16_t*>(make(rows * columns * sizeof(std::uint16_t))), stream_columns_, static_cast<float*>(make(rows * blocks * sizeof(float)))};
+    const auto place = [&](Rounded& rounded) { rounded.values = stream.values, rounded.stride = stream.stride, rounded.squares = stream.squares; };
     phases_.back().meets = false;
     for (Phase& phase : phases_) {
-        if (phase.kind == PhaseKind::delta_net) phase.results = results;
-        if (phase.kind == PhaseKind::product && phase.product.gates) phase.product.x = results;
+        phase.results = results;
+        place(phase.embed.rounded), place(phase.product.rounded);
+        ProductPhase& p = phase.product;
+        const bool is_stream = p.norm_columns == p.columns;
+        if (p.norm_columns > 0) p.x = is_stream ? stream.values : results.values, p.squares = is_stream ? stream.squares : results.squares;
+        if (is_stream) p.x_stride = stream.stride;
         plan_.num_meetings += phase.meets;
     }
     if (plan_.num_meetings == 0) return nullptr;            // the kernel counts on one

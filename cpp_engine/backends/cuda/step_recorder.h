@@ -27,6 +27,7 @@ public:
 private:
     Phase* add(PhaseKind kind, std::int64_t rows);          // null where the step is not for this kernel
     void refuse() { is_possible_ = false; }
+    bool ask_rounded(const void* x, const float* norm);
     bool cut_products();                                    // lays shared memory out
 
     const Context& context_;
@@ -36,7 +37,8 @@ private:
     std::vector<Phase> phases_;
     StepPlan plan_;
     AttentionShape attention_shape_;
-    std::size_t num_tickets_ = 0, partial_size_ = 0, results_size_ = 0;
+    std::size_t num_tickets_ = 0, partial_size_ = 0, results_size_ = 0, head_squares_ = 0;
+    std::int64_t stream_columns_ = 0;                       // of the residual stream
     // What the next product takes from elsewhere than its x: rows by their numbers, or heads without norm and gate.
     const void *gathered_ = nullptr, *ungated_ = nullptr;   // its x
     Tensor gathered_from_;

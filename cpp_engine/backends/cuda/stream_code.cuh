@@ -81,14 +81,14 @@ __device__ __forceinline__ void meet() {
 
 // One thread of a block reports that the block has come, and waits until `count` have.
 __device__ __forceinline__ void meet_blocks(std::uint32_t* meetings, std::uint32_t count) {
-    __threadfence();
-    atomicAdd(meetings, 1u);
+#if __CUDA_ARCH__ >= 800
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(meetings) : "memory");
     std::uint32_t come = 0, turns = 0;
     do {
         count_wait(turns);
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(come) : "l"(meetings) : "memory");
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(come) : "l"(meetings) : "memory");
     } while (static_cast<std::int32_t>(come - count) < 0);
-    __threadfence();
+#endif
 }
 
 }  // namespace pocket::cuda

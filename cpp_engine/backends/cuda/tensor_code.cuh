@@ -148,6 +148,9 @@ __device__ __forceinline__ std::uint32_t load_word(std::uint32_t from) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
     return word;
 }
+__device__ __forceinline__ void store_words(std::uint32_t to, const uint4& words) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+}
 __device__ __forceinline__ uint4 load_words(std::uint32_t from) {
     uint4 words;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(from) : "memory");
