@@ -13,7 +13,7 @@ template <typename T, int kGroup>
 __global__ __launch_bounds__(kThreads) void decode_kernel(const AttentionCall call, float* partial, int* tickets) {
     extern __shared__ __align__(16) float memory[];
     __shared__ AttentionNotes<kGroup> notes;
-    attend<T, kGroup>(call, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y), static_cast<int>(blockIdx.z)}, partial,
+    attend<T, kGroup, true>(call, {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y), static_cast<int>(blockIdx.z)}, partial,
                       tickets, memory, notes);
 }
 

@@ -1,6 +1,6 @@
 // Attention of one row that computes one token, as a block of 256 threads computes a part of it: the query heads of one KV head (or as many of them as one block
 // takes), and one split of the context. The block normalizes and rotates its queries itself. Where the split ends with the new token, it writes that token's key
-// and value to the cache first. The last split of a row and group of heads to arrive puts all of them together.
+// and value to the cache first. The last split of a row and group of heads to arrive puts all of them together, or combine_splits does it later.
 //
 // A warp takes a few tokens at a time, each lane 8 dimensions of all of them: the products of all pairs of token and head are summed over the lanes in one
 // exchange, after which each lane has one pair's score.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void prefetch_attention(const AttentionCall& call, co
 }
 
 // `memory`: float32 [8][kGroup][head_dim], or [num_splits][kGroup] where that is more; aligned to 16 bytes.
-template <typename T, int kGroup>
+template <typename T, int kGroup, bool kCombines>
 __device__ void attend(const AttentionCall& call, const AttentionPlace& place, float* partial, int* tickets, float* memory, AttentionNotes<kGroup>& shared) {
     constexpr int kWarps = 8, kThreads = 32 * kWarps;
     constexpr int kPadded = kGroup > 4 ? 8 : kGroup > 2 ? 4 : kGroup, kTokens = kPadded > 4 ? 32 / kPadded : 8, kPairs = kPadded * kTokens;
@@ -246,6 +246,7 @@ __device__ void attend(const AttentionCall& call, const AttentionPlace& place, f
         notes[split * 2 * kGroup + threadIdx.x] = block_maxima[threadIdx.x];
         notes[(split * 2 + 1) * kGroup + threadIdx.x] = block_sums[threadIdx.x];
     }
+    if constexpr (!kCombines) return;
     __threadfence();
     meet<kThreads>();
     if (threadIdx.x == 0) is_last = atomicAdd(&tickets[unit], 1) == num_splits - 1;
@@ -289,6 +290,57 @@ __device__ void attend(const AttentionCall& call, const AttentionPlace& place, f
         }
         finish(at, gates, sum, 1.0f);
     }
+}
+
+// What the splits left of 64 values from `first` on, of a row's head, put together by a warp.
+template <int kGroup>
+__device__ __forceinline__ void combine_splits(const AttentionCall& call, int num_splits, const float* partial, int row, int head, int first) {
+    constexpr int kNotes = 5;                               // of 32 splits each
+    const AttentionShape& shape = call.shape;
+    const int lane = threadIdx.x & 31, head_dim = shape.head_dim, num_groups = shape.num_heads / kGroup, member = head % kGroup, unit_size = kGroup * head_dim;
+    const std::int64_t unit = static_cast<std::int64_t>(row) * num_groups + head / kGroup;
+    const float* parts = partial + unit * num_splits * unit_size + member * head_dim;
+    const float* notes = partial + static_cast<std::int64_t>(call.step.num_decode) * num_groups * num_splits * unit_size + unit * num_splits * 2 * kGroup + member;
+    const int dim = first + 2 * lane;
+    const bool has_dims = dim < head_dim;
+    float maxima[kNotes], sums[kNotes], highest = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int index = 0; index < kNotes; ++index) {
+        const int split = lane + 32 * index;
+        maxima[index] = split < num_splits ? __ldcg(notes + split * 2 * kGroup) : -INFINITY;
+        sums[index] = split < num_splits ? __ldcg(notes + (split * 2 + 1) * kGroup) : 0.0f;
+    }
+    float gates[2] = {};
+    const std::int64_t at = row * call.projections.stride + (static_cast<std::int64_t>(head) * 2 + 1) * head_dim + dim;
+#pragma unroll
+    for (int index = 0; index < 2; ++index)
+        if (has_dims) gates[index] = load_value(call.projections.data, call.projections.dtype, at + index);
+#pragma unroll
+    for (int index = 0; index < kNotes; ++index) highest = fmaxf(highest, maxima[index]);
+    highest = warp_max(highest);
+#pragma unroll
+    for (int index = 0; index < kNotes; ++index) {
+        maxima[index] = highest > -INFINITY ? exp2f(maxima[index] - highest) : 0.0f;
+        total += maxima[index] * sums[index];
+    }
+    total = warp_sum(total);
+    float2 read = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int index = 0; index < kNotes; ++index) {
+        const int count = min(num_splits - 32 * index, 32);
+#pragma unroll 16
+        for (int split = 0; split < count; ++split) {
+            const float factor = __shfl_sync(0xffffffffu, maxima[index], split);
+            float2 part = make_float2(0.0f, 0.0f);
+            if (has_dims) part = __ldcg(reinterpret_cast<const float2*>(parts + static_cast<std::int64_t>(32 * index + split) * unit_size + dim));
+            read.x = fmaf(factor, part.x, read.x), read.y = fmaf(factor, part.y, read.y);
+        }
+    }
+    if (!has_dims) return;
+    const float scale = total > 0.0f ? 1.0f / total : 0.0f;
+    const std::int64_t to = row * call.out.stride + static_cast<std::int64_t>(head) * head_dim + dim;
+    store_value(call.out.data, call.out.dtype, to, read.x * scale * sigmoid(gates[0]));
+    store_value(call.out.data, call.out.dtype, to + 1, read.y * scale * sigmoid(gates[1]));
 }
 
 }  // namespace pocket::cuda

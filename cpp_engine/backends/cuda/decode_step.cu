@@ -31,6 +31,7 @@ struct Layout {
     static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
     static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
     static constexpr int kReduce = kScales + 64;            // [kWarps]: largest values of the warps
+    static constexpr int kProgress = kReduce + 32;          // stages that were asked for
     static constexpr int kPhases = kReduce + 64;            // this one and the next
     static constexpr int kSums = round_up(kPhases + 2 * static_cast<int>(sizeof(Phase)), 128);
     static constexpr int kKept = kSums + 2 * kSumBytes;     // [kKeptRows][kStepRows], of x that comes in parts
@@ -53,7 +54,7 @@ struct Ring {
 struct Share {
     int begin, end, per_tile, num_tiles;
     __device__ explicit Share(int limit, bool is_swiglu) {
-        const std::int64_t all = limit;
+        const auto all = static_cast<std::uint32_t>(limit);  // times the blocks: below 2^32
         begin = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
         per_tile = is_swiglu ? kStageRows / 2 : kStageRows;
         num_tiles = (end - begin + per_tile - 1) / per_tile;
@@ -65,47 +66,58 @@ __device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_
 
 // --- the warp that copies ---
 
-__device__ void copy_weights(const Phase* phases, int num_phases, Ring ring, int copy_warps, int most_pending) {
-    Ring arrived = ring;                                    // the stage before those that may be on their way
-    int to_come = most_pending;
-    const int lane = threadIdx.x & 31, piece = ring.row_stride - kRowPadding;
-    int turns = static_cast<int>(threadIdx.x - kStepConsumers) / 32;  // until a stage is this warp's
-    for (int index = 0; index < num_phases; ++index) {
-        if (phases[index].kind != PhaseKind::product) continue;
-        const ProductPhase& p = phases[index].product;
-        const auto* values = static_cast<const std::uint8_t*>(p.weight.values);
-        const std::int64_t row_bytes = p.row_bytes;
-        const int limit = p.limit, staged_bytes = static_cast<int>(p.staged_columns * (row_bytes / p.columns));
-        const bool is_swiglu = p.is_swiglu;
-        const Share share(limit, is_swiglu);
-        for (std::int64_t first = 0; first < row_bytes; first += staged_bytes) {
-            const std::int64_t part_end = min(first + staged_bytes, row_bytes);
+// This block's stages of all products in their order: work(where this lane's row lies, or null; its bytes; the bytes of all rows).
+template <typename Work>
+__device__ __forceinline__ void for_stages(const StepPlan& plan, int piece, const Work& work) {
+    const int lane = threadIdx.x & 31;
+    CopyRun next = plan.runs[0];
+    for (int index = 0; index < plan.num_runs; ++index) {
+        const CopyRun run = next;
+        if (index + 1 < plan.num_runs) next = plan.runs[index + 1];  // on its way while this one's stages are copied
+        const Share share(run.limit, run.is_swiglu);
+        for (int first = 0; first < run.row_bytes; first += run.staged_bytes) {
+            const int part_end = min(first + run.staged_bytes, run.row_bytes);
             for (int tile = 0; tile < share.num_tiles; ++tile) {
-                const int start = share.begin + tile * share.per_tile, count = min(share.per_tile, share.end - start);
-                const int within = lane % share.per_tile;
+                const int start = share.begin + tile * share.per_tile, count = min(share.per_tile, share.end - start), within = lane % share.per_tile;
                 const bool has_row = lane < kStageRows && within < count;
-                const std::uint8_t* row = values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? limit : 0)) * row_bytes;
-                for (std::int64_t at = first; at < part_end; at += piece, ring.advance()) {
-                    const bool is_mine = turns-- == 0;
-                    if (is_mine) turns = copy_warps - 1;
-                    if (!is_mine) {
-                        if (to_come > 0) --to_come;
-                        else arrived.advance();
-                        continue;
-                    }
-                    if (to_come > 0) {
-                        --to_come;
-                    } else {
-                        wait_for(arrived.full(), arrived.parity);
-                        arrived.advance();
-                    }
-                    const int bytes = static_cast<int>(min(static_cast<std::int64_t>(piece), part_end - at));
-                    wait_for(ring.empty(), ring.parity ^ 1);
-                    fill_stage(ring.place(), ring.row_stride, has_row ? row + at : nullptr, bytes, bytes * count * (is_swiglu ? 2 : 1), ring.full());
+                const std::uint8_t* row = run.values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? run.limit : 0)) * run.row_bytes;
+                for (int at = first; at < part_end; at += piece) {
+                    const int bytes = min(piece, part_end - at);
+                    work(has_row ? row + at : nullptr, bytes, bytes * count * (run.is_swiglu ? 2 : 1));
                 }
             }
         }
     }
+}
+
+// Warps share out the stages. Only so many may be on their way: what else the multiprocessor asks of the memory waits behind them.
+__device__ void copy_weights(const StepPlan& plan, Ring ring, std::uint32_t progress) {
+    Ring arrived = ring;                                    // the stage before those that may be on their way
+    int to_come = min(plan.most_pending, plan.num_stages), turns = static_cast<int>(threadIdx.x - kStepConsumers) / 32, number = 0;
+    for_stages(plan, ring.row_stride - kRowPadding, [&](const std::uint8_t* from, int bytes, int total) {
+        const bool is_mine = turns-- == 0, is_early = to_come > 0;
+        ++number;
+        if (is_mine) {
+            turns = plan.copy_warps - 1;
+            if (!is_early) wait_for(arrived.full(), arrived.parity);
+            wait_for(ring.empty(), ring.parity ^ 1);
+            fill_stage(ring.place(), ring.row_stride, from, bytes, total, ring.full());
+            if ((threadIdx.x & 31) == 0) store_word(progress, static_cast<std::uint32_t>(number));
+        }
+        if (is_early) --to_come;
+        else arrived.advance();
+        ring.advance();
+    });
+}
+
+// Runs further ahead, as far as the L2 cache.
+__device__ void prefetch_weights(const StepPlan& plan, const Ring& ring, std::uint32_t progress) {
+    int number = 0, copied = 0;
+    for_stages(plan, ring.row_stride - kRowPadding, [&](const std::uint8_t* from, int bytes, int) {
+        ++number;
+        while (number > copied + plan.most_prefetched) copied = wait_for_progress(progress);
+        if (number > copied && from) prefetch_bulk(from, bytes);
+    });
 }
 
 // --- the warps that compute ---
@@ -372,23 +384,33 @@ struct Worker {
         float* work = reinterpret_cast<float*>(memory + At::kWork);
         auto& notes = *reinterpret_cast<AttentionNotes<kGroup>*>(memory + At::kWork + plan.work_bytes - round_up(sizeof(AttentionNotes<kGroup>), 16));
         for_attention<kGroup>(call.shape, [&](const AttentionPlace& place) {
-            attend<__nv_bfloat16, kGroup>(call, place, plan.partial, plan.tickets, work, notes);
+            attend<__nv_bfloat16, kGroup, false>(call, place, plan.partial, nullptr, work, notes);
             meet<kStepConsumers>();
         });
     }
 
-    // This block's parts of heads, of all rows: work(row, head, first value channel, channels).
+    template <int kGroup>
+    __device__ void combine_all(const AttentionCall& call) const {
+        const int parts = (call.shape.head_dim + 63) / 64, of_row = call.shape.num_heads * parts, tasks = of_row * plan.rows;
+        for (int task = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; task < tasks; task += gridDim.x * kWarps)
+            combine_splits<kGroup>(call, plan.num_splits, plan.partial, task / of_row, task % of_row / parts, task % parts * 64);
+    }
+
+    // Value channels of heads, of all rows, that the part of this block has: work(row, head, first value channel, channels). One row has so few that each takes a
+    // whole block.
+    static constexpr int kDeltaThreads = kOne ? kStepConsumers : 64, kDeltaParts = kStepConsumers / kDeltaThreads;
     template <typename Work>
-    __device__ void for_deltas(const DeltaNetShape& shape, const Work& work) const {
+    __device__ void for_deltas(const DeltaNetShape& shape, int part, const Work& work) const {
         const int width = min(shape.value_dim, kDeltaWidth), parts = shape.value_dim / width, of_row = parts * shape.num_value_heads;
-        for (int task = blockIdx.x; task < of_row * plan.rows; task += gridDim.x) work(task / of_row, task / parts % shape.num_value_heads, task % parts * width, width);
+        for (int task = blockIdx.x + part * gridDim.x; task < of_row * plan.rows; task += gridDim.x * kDeltaParts) work(task / of_row, task / parts % shape.num_value_heads, task % parts * width, width);
     }
 
     __device__ void step_deltas(const DeltaNetCall& call, const DeltaResults& results) const {
-        auto& notes = *reinterpret_cast<DeltaNotes*>(memory + At::kWork);
-        for_deltas(call.shape, [&](int row, int head, int first, int width) {
-            step_delta(call, row, head, first, width, results, notes);
-            meet<kStepConsumers>();
+        const int part = threadIdx.x / kDeltaThreads;
+        auto& notes = reinterpret_cast<DeltaNotes*>(memory + At::kWork)[part];
+        for_deltas(call.shape, part, [&](int row, int head, int first, int width) {
+            step_delta<kDeltaThreads>(call, row, head, first, width, results, notes);
+            meet_part<kDeltaThreads>(part);
         });
     }
 
@@ -397,8 +419,10 @@ struct Worker {
     __device__ void prepare(const Phase& next) const {
         const int thread = static_cast<int>(threadIdx.x) - 32;
         if (thread < 0) return;
-        if (next.kind == PhaseKind::delta_net)
-            for_deltas(next.delta_net.shape, [&](int row, int head, int first, int) { prefetch_delta(next.delta_net, row, head, first, thread); });
+        if (next.kind == PhaseKind::delta_net) {
+            for (int part = 0; part < kDeltaParts; ++part)
+                for_deltas(next.delta_net.shape, part, [&](int row, int head, int first, int) { prefetch_delta(next.delta_net, row, head, first, thread); });
+        }
         if (next.kind == PhaseKind::attention)
             for_attention<kGroup>(next.attention.shape, [&](const AttentionPlace& place) { prefetch_attention<__nv_bfloat16>(next.attention, place, kGroup, thread, kStepConsumers - 32); });
     }
@@ -414,11 +438,14 @@ __global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const Ste
             start_barrier(shared + At::kBarriers + 8 * stage, kCopyArrivals);
             start_barrier(shared + At::kBarriers + 8 * (kMostStages + stage), kWarps);
         }
+        store_word(shared + At::kProgress, 0);
         publish_barriers();
     }
     __syncthreads();
     const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages, plan.piece_bytes + kRowPadding};
-    if (threadIdx.x >= kStepConsumers) return copy_weights(plan.phases, plan.num_phases, ring, plan.copy_warps, plan.most_pending);
+    const std::uint32_t progress = shared + At::kProgress;
+    if (threadIdx.x >= kStepConsumers + 32 * plan.copy_warps) return prefetch_weights(plan, ring, progress);
+    if (threadIdx.x >= kStepConsumers) return copy_weights(plan, ring, progress);
 
     Worker<kOne> worker = {memory, shared, plan, ring};
     auto* phases = reinterpret_cast<Phase*>(memory + At::kPhases);
@@ -440,6 +467,7 @@ __global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const Ste
         if (phase.kind == PhaseKind::product) worker.multiply_all(phase.product, phase.moves_tails ? &phase.delta_net : nullptr);
         else if (phase.kind == PhaseKind::delta_net) worker.step_deltas(phase.delta_net, phase.results);
         else if (phase.kind == PhaseKind::attention) worker.template attend_all<kGroup>(phase.attention);
+        else if (phase.kind == PhaseKind::combine) worker.template combine_all<kGroup>(phase.attention);
         else worker.embed(phase.embed);
         const bool meets = phase.meets;
         end_copies();
@@ -457,7 +485,7 @@ __global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const Ste
 
 template <bool kOne>
 void launch_rows(const Context& context, const StepPlan& plan) {
-    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32 * plan.copy_warps, decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes, plan.piece_bytes), plan); };
+    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32 * (plan.copy_warps + (plan.most_prefetched > 0)), decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes, plan.piece_bytes), plan); };
     if (plan.attention_group == 6) go(step_kernel<kOne, 6>);
     else if (plan.attention_group == 4) go(step_kernel<kOne, 4>);
     else if (plan.attention_group == 2) go(step_kernel<kOne, 2>);
@@ -474,7 +502,7 @@ std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num
     return sizeof(float) * static_cast<std::size_t>(std::max(kWarps * group * shape.head_dim, num_splits * group)) + round_up(sizeof(AttentionNotes<6>), 16) + 16;
 }
 
-std::size_t delta_step_bytes() { return sizeof(DeltaNotes); }
+std::size_t delta_step_bytes() { return sizeof(DeltaNotes) * Worker<false>::kDeltaParts; }
 
 int delta_step_parts(const DeltaNetShape& shape) { return shape.value_dim / std::min(shape.value_dim, kDeltaWidth); }
 

@@ -14,7 +14,7 @@ constexpr int kStepRows = 8;                                // most rows of a st
 constexpr int kStepConsumers = 256;                         // threads of a block that compute; a warp beside them copies weights
 constexpr int kChunkBytes = 1024;                           // of a weight row that the eight warps multiply at a time
 inline int kPieceBytes = 1024;                           // of a weight row that one copy takes
-inline int kCopyWarps = 2, kMostPending = 4;
+inline int kCopyWarps = 2, kMostPending = 4, kMostPrefetched = 0;
 constexpr int kStageRows = 16;                              // of a weight, in a stage of the ring
 constexpr int kRowPadding = 64;                             // between rows in shared memory, so that two neighbours fall into different banks
 constexpr int kMostStages = 16;
@@ -27,7 +27,7 @@ struct DeltaResults {
     float* squares = nullptr;                               // [rows, value heads, parts of a head]
 };
 
-enum class PhaseKind : std::int32_t { embed, product, attention, delta_net };
+enum class PhaseKind : std::int32_t { embed, product, attention, combine, delta_net };
 
 // The residual stream as the next product takes it: bfloat16, times the weight of that product's norm, without its factor; and sums of the squares of what each
 // block has of a row.
@@ -78,18 +78,25 @@ struct alignas(16) Phase {
     DeltaResults results;                                   // of delta_net
 };
 
+// The weights of a product, for the warps that copy.
+struct alignas(16) CopyRun {
+    const std::uint8_t* values = nullptr;
+    std::int32_t row_bytes = 0, staged_bytes = 0;           // of a row, and of those how many between two turns of all tiles
+    std::int32_t limit = 0, is_swiglu = 0;                  // as of the product
+};
+
 struct StepPlan {
     const Phase* phases = nullptr;                          // device memory
-    int num_phases = 0;
+    const CopyRun* runs = nullptr;                          // the same
+    int num_phases = 0, num_runs = 0;
     int rows = 0;
     int attention_group = 1;                                // query heads that one block takes
     int num_splits = 1;                                     // of attention's context
-    int num_stages = 0, piece_bytes = 0, copy_warps = 1, most_pending = 1;
+    int num_stages = 0, piece_bytes = 0, copy_warps = 1, most_pending = 1, most_prefetched = 0;
     int work_bytes = 0;                                     // of shared memory for x, or for what a mixer needs
     std::uint32_t num_meetings = 0;
     std::uint32_t* meetings = nullptr;                      // how many blocks came to meetings, and how many had before this launch
     float* partial = nullptr;                               // of attention
-    int* tickets = nullptr;                                 // zeros between steps
 };
 
 std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piece_bytes);  // of shared memory

@@ -1,4 +1,4 @@
-// Gated DeltaNet of one row that computes one token, as a block of 256 threads computes up to 32 value channels of one head: all but the factor of the norm, which
+// Gated DeltaNet of one row that computes one token, as a block or a part of one computes up to 32 value channels of one head: all but the factor of the norm, which
 // takes whole heads.
 //
 // Value channels do not touch each other. Parts of heads of one key head all read that key head's past inputs of the convolution, which are moved on when all parts
@@ -21,11 +21,12 @@ struct DeltaNotes {                                         // in shared memory
 };
 
 // Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth.
+template <int kThreads>
 __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, int head, int first, int width, const DeltaResults& results, DeltaNotes& notes) {
-    constexpr int kThreads = 256, kTurns = 2, kTaps = kDeltaTaps, kFours = kDeltaKeys * kDeltaWidth / 4 / kThreads;
+    constexpr int kWarps = kThreads / 32, kTurns = (2 * kDeltaKeys + kDeltaWidth + kThreads - 1) / kThreads, kTaps = kDeltaTaps, kFours = kDeltaKeys * kDeltaWidth / 4 / kThreads;
     constexpr float kUnitEps = 1e-6f;
     const DeltaNetShape& shape = call.shape;
-    const int thread = threadIdx.x, warp = thread >> 5, share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
+    const int part = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
     const int key_dim = shape.key_dim, value_dim = shape.value_dim, taps = shape.conv_kernel;
     const int lanes = width / 4, fours = key_dim * lanes;   // float4 of a key channel, and of this part of the matrix
     const int slot = call.step.state_slots[row], place = max(slot, 0);
@@ -86,9 +87,8 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
         }
         (index < key_dim ? notes.query[index] : index < 2 * key_dim ? notes.key[index - key_dim] : notes.value[index - 2 * key_dim]) = silu(sum);
     }
-    meet<kThreads>();
-    if (warp < 3) {                                         // lengths of query and key, and their product
-        const int which = warp;
+    meet_part<kThreads>(part);
+    for (int which = warp; which < 3; which += kWarps) {    // lengths of query and key, and their product
         float sum = 0.0f;
         for (int dim = thread & 31; dim < key_dim; dim += 32) {
             const float q = notes.query[dim], k = notes.key[dim];
@@ -117,14 +117,14 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
         *reinterpret_cast<float4*>(&notes.held[warp][(thread & 31) * 4]) = held;
         *reinterpret_cast<float4*>(&notes.asked[warp][(thread & 31) * 4]) = asked;
     }
-    meet<kThreads>();
+    meet_part<kThreads>(part);
     const float query_factor = rsqrtf(notes.sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(notes.sums[1] + kUnitEps);
     if (warp == 0) {
         float read = 0.0f;
         if (thread < width) {
             float held_sum = 0.0f, asked_sum = 0.0f;
 #pragma unroll
-            for (int other = 0; other < 8; ++other) held_sum += notes.held[other][thread], asked_sum += notes.asked[other][thread];
+            for (int other = 0; other < kWarps; ++other) held_sum += notes.held[other][thread], asked_sum += notes.asked[other][thread];
             const float change = (notes.value[thread] - decay * held_sum * key_factor) * beta;
             notes.correction[thread] = change * key_factor;
             read = decay * asked_sum * query_factor + notes.sums[2] * query_factor * key_factor * change;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
         read = warp_sum(read * read);
         if (thread == 0) *squares = read;
     }
-    meet<kThreads>();
+    meet_part<kThreads>(part);
 #pragma unroll
     for (int index = 0; index < kFours; ++index) {
         const int four = thread + index * kThreads;

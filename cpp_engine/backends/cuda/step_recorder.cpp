@@ -106,8 +106,9 @@ void StepRecorder::attention(const AttentionCall& call) {
     plan_.attention_group = group;
     plan_.num_splits = decode_splits(context_, shape, call.step.num_decode, call.step.max_length);
     partial_size_ = decode_partial_size(shape, call.step.num_decode, plan_.num_splits);
-    num_tickets_ = std::max(num_tickets_, static_cast<std::size_t>(call.step.num_decode) * static_cast<std::size_t>(shape.num_heads));
     phase->attention = call;
+    if (plan_.num_splits == 1) return;
+    if (Phase* last = add(PhaseKind::combine, call.step.num_tokens)) last->attention = call;
 }
 
 void StepRecorder::delta_net(const DeltaNetCall& call) {
@@ -144,7 +145,7 @@ bool StepRecorder::cut_products() {
     }
     plan_.work_bytes = static_cast<int>((work + 127) / 128 * 128);
     plan_.num_stages = std::min(kMostStages, (room - plan_.work_bytes) / (kStageRows * (kPieceBytes + kRowPadding)));
-    plan_.piece_bytes = kPieceBytes, plan_.copy_warps = kCopyWarps, plan_.most_pending = kMostPending;
+    plan_.piece_bytes = kPieceBytes, plan_.copy_warps = kCopyWarps, plan_.most_pending = kMostPending, plan_.most_prefetched = kMostPrefetched;
     return plan_.num_stages >= kFewestStages;
 }
 
@@ -168,11 +169,21 @@ std::unique_ptr<Graph> StepRecorder::finish() {
     }
     if (plan_.num_meetings == 0) return nullptr;            // the kernel counts on one
     plan_.partial = static_cast<float*>(make(partial_size_ * sizeof(float)));
-    plan_.tickets = static_cast<int*>(make(num_tickets_ * sizeof(int)));
     plan_.meetings = static_cast<std::uint32_t*>(make(2 * sizeof(std::uint32_t)));
     void* phases = make(phases_.size() * sizeof(Phase));
     device_.upload(phases, phases_.data(), phases_.size() * sizeof(Phase));
     plan_.phases = static_cast<const Phase*>(phases);
+    std::vector<CopyRun> runs;
+    for (const Phase& phase : phases_) {
+        const ProductPhase& p = phase.product;
+        if (phase.kind != PhaseKind::product) continue;
+        runs.push_back({static_cast<const std::uint8_t*>(p.weight.values), static_cast<std::int32_t>(p.row_bytes), static_cast<std::int32_t>(p.staged_columns * static_cast<int>(item_size(p.weight.dtype))), p.limit, p.is_swiglu});
+    }
+    if (runs.empty()) return nullptr;
+    void* place_of_runs = make(runs.size() * sizeof(CopyRun));
+    device_.upload(place_of_runs, runs.data(), runs.size() * sizeof(CopyRun));
+    plan_.runs = static_cast<const CopyRun*>(place_of_runs);
+    plan_.num_runs = static_cast<int>(runs.size());
     plan_.num_phases = static_cast<int>(phases_.size());
     plan_.rows = static_cast<int>(rows_);
     return std::make_unique<StepGraph>(context_, plan_, std::move(buffers));

@@ -37,7 +37,7 @@ private:
     std::vector<Phase> phases_;
     StepPlan plan_;
     AttentionShape attention_shape_;
-    std::size_t num_tickets_ = 0, partial_size_ = 0, results_size_ = 0, head_squares_ = 0;
+    std::size_t partial_size_ = 0, results_size_ = 0, head_squares_ = 0;
     std::int64_t stream_columns_ = 0;                       // of the residual stream
     // What the next product takes from elsewhere than its x: rows by their numbers, or heads without norm and gate.
     const void *gathered_ = nullptr, *ungated_ = nullptr;   // its x

@@ -73,10 +73,33 @@ __device__ __forceinline__ void fill_stage(std::uint32_t stage, int stride, cons
 #endif
 }
 
-// Of the threads that compute, without the warp that copies.
+// `bytes`, a multiple of 16, from `from` on, to the L2 cache.
+__device__ __forceinline__ void prefetch_bulk(const std::uint8_t* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#else
+    for (int at = 0; at < bytes; at += 128) prefetch(from + at);
+#endif
+}
+
+// A number that other warps raise, after a pause.
+__device__ __forceinline__ int wait_for_progress(std::uint32_t progress) {
+    __nanosleep(100);
+    std::uint32_t number;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(number) : "r"(progress) : "memory");
+    return static_cast<int>(number);
+}
+
+// Of the threads that compute, without the warps that copy.
 template <int kThreads>
 __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// Of a part of them, in a block of several such parts.
+template <int kThreads>
+__device__ __forceinline__ void meet_part(int part) {
+    asm volatile("bar.sync %0, %1;" ::"r"(part + 3), "n"(kThreads) : "memory");
 }
 
 // One thread of a block reports that the block has come, and waits until `count` have.
