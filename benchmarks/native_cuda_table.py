@@ -33,6 +33,19 @@ def table(report: dict[str, Any]) -> str:
                 f"{prompt['flops_per_second'] / 1e12:,.0f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    if report.get("load"):
+        lines += ["", "| load | weights | GB | read into pinned memory | loaded at | of that rate | to the first token |", "|---|---|---|---|---|---|---|"]
+    for shape in report.get("load", []):
+        cells = [
+            shape["shape"],
+            shape["weights"],
+            f"{shape['bytes'] / 1e9:,.1f}",
+            f"{shape['read_bytes_per_second'] / 1e9:,.1f} GB/s",
+            f"{shape['weights_bytes_per_second'] / 1e9:,.1f} GB/s",
+            f"{shape['of_read_rate']:.0%}",
+            f"{shape['first_token_seconds']:.1f} s",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     reads = ", ".join(f"{shape['shape']} {shape['weights']} {shape['read_bytes_per_second'] / 1e12:.2f}" for shape in report["steps"])
     lines += ["", f"Memory was read at, in TB/s: {reads}.", *([report["assembled"]] if "assembled" in report else [])]
     return "\n".join(lines)

@@ -23,14 +23,22 @@ from string import ascii_lowercase
 from typing import Any
 
 import torch
+from random_deepseek import draw_tensor, flash_config, stored_bytes, tensor_kinds, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-FORMATS = ("bf16", "fp8")
+FORMATS = ("bf16", "fp8", "fp4")
 _SHARD_BYTES = 2**30
 _BLOCK = 128
 _WRITERS = 8
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
-_DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float32: "F32",
+    torch.int8: "I8",
+    torch.int64: "I64",
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,10 @@ def _qwen3(hidden: int, layers: int, intermediate: int, heads: tuple[int, int], 
     return Shape("qwen3", "Qwen3ForCausalLM", config)
 
 
+def _deepseek(config: dict[str, Any]) -> Shape:
+    return Shape("deepseek_v4", "DeepseekV4ForCausalLM", config)
+
+
 _TINY: dict[str, Any] = {"head_dim": 32, "vocab_size": 1000, "max_position_embeddings": 8192}
 SHAPES = {
     "qwen3.5-0.8b": _qwen3_5(1024, 24, 3584, (8, 2), 16, tied=True),
@@ -103,6 +115,9 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 36, 12288, (32, 8)),
     "tiny": _qwen3_5(64, 4, 160, (4, 2), 4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, full_attention_interval=2, **_TINY),
     "tiny-qwen3": _qwen3(64, 2, 160, (4, 2), **_TINY),
+    "deepseek-v4-flash": _deepseek(flash_config()),
+    "deepseek-v4-flash-8-layers": _deepseek(flash_config(8)),
+    "tiny-deepseek-v4": _deepseek(tiny_config()),
 }
 
 
@@ -113,19 +128,22 @@ def write_random_checkpoint(directory: Path, shape: Shape, weight_format: str, d
         directory: where to; files of the same names are replaced.
         shape: the model.
         weight_format: "bf16", or "fp8": E4M3 with a bf16 scale for each block of 128 x 128, but for embeddings, head, norms, convolutions and the
-            two narrow projections of linear attention.
+            two narrow projections of linear attention; of deepseek_v4 "fp4", as random_deepseek.py has it, and nothing else.
         device: draws the weights.
         seed: of the weights.
     """
+    is_deepseek = shape.model_type == "deepseek_v4"
+    if is_deepseek != (weight_format == "fp4"):
+        raise ValueError(f"A random {shape.model_type} is not written as {weight_format}: fp4 is for deepseek_v4, and bf16 and fp8 for the others.")
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"architectures": [shape.architecture], "model_type": shape.model_type, "dtype": "bfloat16", **shape.config}
-    if weight_format == "fp8":
+    if weight_format != "bf16":
         config["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [_BLOCK, _BLOCK],
-            "modules_to_not_convert": _plain_modules(shape),
+            **({"scale_fmt": "ue8m0"} if is_deepseek else {"modules_to_not_convert": _plain_modules(shape)}),
         }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_tokenizer(directory, shape.config["vocab_size"])
@@ -135,7 +153,10 @@ def write_random_checkpoint(directory: Path, shape: Shape, weight_format: str, d
     def write(place: int) -> tuple[str, dict[str, int]]:
         generator = torch.Generator(device).manual_seed(seed * 100_003 + place)
         tensors: dict[str, torch.Tensor] = {}
-        for name, size in shards[place].items():
+        for name, (size, kind) in shards[place].items():
+            if is_deepseek:
+                tensors.update(draw_tensor(name, size, kind, shape.config, generator))
+                continue
             values = _draw(name, size, generator, is_factor=shape.model_type == "qwen3")
             tensors.update(_quantize(name, values) if weight_format == "fp8" and _is_quantized(name, size) else {name: values})
         _write_shard(directory / names[place], tensors)
@@ -157,7 +178,7 @@ def random_model(shape: str, weight_format: str, device: str, scratch: Path | No
     for place in places:
         if (place / name / "model.safetensors.index.json").exists():  # the file that is written last
             return place / name
-    needed = 1.1 * sum(2 * math.prod(size) for _, size in tensor_shapes(SHAPES[shape]))
+    needed = 1.1 * sum(stored_bytes(size, kind) for _, size, kind in _tensors(SHAPES[shape]))
     place = next((place for place in places if place.is_dir() and shutil.disk_usage(place).free > needed), places[-1])
     write_random_checkpoint(place / name, SHAPES[shape], weight_format, device)
     return place / name
@@ -198,15 +219,23 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (c["vocab_size"], hidden)
 
 
-def _shards(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    shard: dict[str, tuple[int, ...]] = {}
+def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes and what random_deepseek.py calls each one's kind."""
+    if shape.model_type == "deepseek_v4":
+        yield from tensor_kinds(shape.config)
+    else:
+        yield from ((name, size, "bf16") for name, size in tensor_shapes(shape))
+
+
+def _shards(shape: Shape) -> Iterator[dict[str, tuple[tuple[int, ...], str]]]:
+    shard: dict[str, tuple[tuple[int, ...], str]] = {}
     filled = 0
-    for name, size in tensor_shapes(shape):
-        if shard and filled + 2 * math.prod(size) > _SHARD_BYTES:
+    for name, size, kind in _tensors(shape):
+        if shard and filled + stored_bytes(size, kind) > _SHARD_BYTES:
             yield shard
             shard, filled = {}, 0
-        shard[name] = size
-        filled += 2 * math.prod(size)
+        shard[name] = size, kind
+        filled += stored_bytes(size, kind)
     yield shard
 
 

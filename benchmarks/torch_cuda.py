@@ -110,7 +110,7 @@ def _limits(options: argparse.Namespace, rows: Rows) -> None:
     from pocketllm.bench.limits import token_costs
     from pocketllm.checkpoint import open_checkpoint
 
-    limits = measure_cuda_limits(options.device)
+    limits = measure_cuda_limits(options.device, options.rest)
     rows.add("limits", "device", **limits)
     for weights in _weights(options):
         costs = token_costs(open_checkpoint(_directory(options, weights)))
@@ -118,12 +118,18 @@ def _limits(options: argparse.Namespace, rows: Rows) -> None:
 
 
 def _ours(options: argparse.Namespace, rows: Rows) -> None:
+    from product_rate import Product
+
     section, weights = options.section, options.section.partition("-")[2]
     kernels = CompiledKernels()
     ours, workload = _open(options, weights)
     rows.add(section, "load", compiled_kernels=len(kernels.take()), seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
+    product = Product(options.device)
     for batch, tokens in workload.prompts:
-        _rate(rows, section, f"prefill {_name(batch, tokens)}", ours.prefill(batch, tokens, workload.samples))
+        _prefill(rows, section, f"prefill {_name(batch, tokens)}", ours.rested_prefill(product, batch, tokens, options.prefills, options.rest), options.rest)
+        if batch == 1 and tokens >= workload.chunk:
+            _prefill(rows, section, f"sustained prefill {_name(batch, tokens)}", ours.sustained_prefill(product, batch, tokens, options.prefills), 0.0)
+    del product
     for batch, tokens, steps in workload.decodes:
         found = ours.decode(batch, tokens, steps, workload.samples)
         counts = [sample.steps for sample in found]
@@ -151,7 +157,7 @@ def _peer(options: argparse.Namespace, rows: Rows) -> None:
         difference = max(abs(theirs - ours) for theirs, (_, ours) in zip(found, row["top"], strict=True))
         rows.add("peer", "agreement", prompt_tokens=len(row["prompt"]), largest_difference=difference, spread=spread)
     for batch, tokens in workload.prompts:
-        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, workload.samples))
+        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, workload.samples, options.rest))
     for batch, tokens, _ in workload.decodes[:2]:
         _rate(rows, "peer", f"decode {_name(batch, tokens)}", peer.decode(batch, tokens))
     rows.add("peer", "memory", **_memory())
@@ -206,6 +212,10 @@ def _workload(options: argparse.Namespace) -> Any:
 
 def _rate(rows: Rows, section: str, measure: str, samples: list[float], **facts: Any) -> None:
     rows.add(section, measure, unit="tokens/s", median=statistics.median(samples), min=min(samples), max=max(samples), samples=samples, **facts)
+
+
+def _prefill(rows: Rows, section: str, measure: str, found: Any, rest: float) -> None:
+    _rate(rows, section, measure, found.rates, rest_s=rest, products=found.products, product_flops_per_s=found.product_rates)
 
 
 def _name(batch: int, tokens: int) -> str:
@@ -266,6 +276,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
     parser.add_argument("--samples", type=positive, default=3, help="of each figure [3]")
+    parser.add_argument("--prefills", type=positive, default=5, help="samples of each figure of prefill, beside as many of a product [5]")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of nothing before each prefill and each product that are not sustained ones [0.2]")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--keep", action="store_true", help="add to the rows that DIR has, in place of those of another run")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "torch_cuda", help="directory of the results [build/torch_cuda]")

@@ -17,6 +17,8 @@ from pocketllm.safetensors_header import SafetensorsHeader, list_shards, read_he
 
 _QUANT_SUFFIX = re.compile(r"[.\-_](?:i?q\d\w*|tq\d\w*|mxfp4\w*|nvfp4\w*|b?f16|f32)$", re.IGNORECASE)
 
+_COMPRESSED_KEYS = frozenset({"kv_lora_rank", "compress_rates", "compress_ratios"})  # of attention whose keys and values are not kept as they are
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:
@@ -83,10 +85,10 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Number of stored weights."""
+        """Number of stored weights; powers of two that others are multiplied by are none, and a byte of FP4 holds two."""
         total = 0
         for tensor in self.tensors:
-            count = 1
+            count = {"F8_E8M0": 0, "I8": 2}.get(tensor.type, 1)
             for size in tensor.shape:
                 count *= size
             total += count
@@ -98,9 +100,11 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int | None:
-        """Bytes of keys and values that one token adds, or None when the config does not say. Linear-attention layers keep none."""
+        """Bytes of keys and values that one token adds, or None when the config does not say, or the past is compressed. Linear-attention layers keep none."""
         layers, kv_heads, head_dim = (self.config.get(key) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
-        if not isinstance(layers, int) or not isinstance(kv_heads, int) or not isinstance(head_dim, int) or "kv_lora_rank" in self.config:
+        if not isinstance(layers, int) or not isinstance(kv_heads, int) or not isinstance(head_dim, int):
+            return None
+        if not _COMPRESSED_KEYS.isdisjoint(self.config):
             return None
         layer_types, interval = self.config.get("layer_types"), self.config.get("full_attention_interval")
         if isinstance(layer_types, list):

@@ -21,6 +21,7 @@ import numpy as np
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
+from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.backends.open import open_backend
 from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import EngineArgs
@@ -32,6 +33,7 @@ from pocketllm.protocol.messages import render_role_content
 from pocketllm.protocol.refusals import summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
+from pocketllm.row_terms import check_min_tokens, row_terms, stop_token_ids
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.splitmix import splitmix64
 from pocketllm.text.answer import Reading
@@ -168,18 +170,28 @@ class GenerationService:
         """
         first, rows_per_prompt = requests[0], requests[0].sampling.n
         is_single = len(requests) * rows_per_prompt == 1
+        terms = row_terms(first.sampling, self.tokenizer, self.capabilities.vocab_size)
         rows: list[EngineRequest] = []
+        echoes: list[str] = []
         for request in requests:
             prompt_ids, seed = self._prompt_ids(request), request.sampling.seed
+            if request.echo:
+                echoes.append(request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
             if seed is None:
                 seed = self._seeds.randint(0, MAX_SEED)
             for choice in range(rows_per_prompt):
                 row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
-                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice)))
-        reading = self._reading(first, rows[0].prompt_token_ids)
+                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice), terms))
+        reading = replace(self._reading(first, rows[0].prompt_token_ids), echoes=tuple(echoes))
         form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
         if form.grammar is not None:
-            rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
+            if first.sampling.ignore_eos:
+                raise ConfigurationError(
+                    '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
+                    param="ignore_eos",
+                )
+            eos = rows[0].stop_token_ids.union(self._defaults.eos_token_ids)  # a form ends there, whatever was echoed
+            rows = [replace(row, constraint=self._constraint(form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and self._syntax is not None and reading.reasoning is not None:
@@ -199,18 +211,28 @@ class GenerationService:
         """The events of `requests` as an async iterator; they are prepared and submitted when first awaited."""
         return AsyncTokenStream(self, requests)
 
-    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int) -> EngineRequest:
+    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int, terms: LogitTerms | None) -> EngineRequest:
         sampling, defaults = request.sampling, self._defaults
+        max_tokens, stops = self._budget(request, len(prompt_ids)), stop_token_ids(sampling, self.capabilities.vocab_size)
+        check_min_tokens(sampling, max_tokens)
+        ranks = [count for count in (sampling.prompt_logprobs, sampling.logprobs if request.echo else None) if count is not None]
+        # Clients that rank a text and have one token generated, which they drop, count on its being there.
+        ignores_eos = sampling.ignore_eos or (request.echo and max_tokens == 1)
         return EngineRequest(
             request_id=row_id,
             prompt_token_ids=prompt_ids,
-            max_tokens=self._budget(request, len(prompt_ids)),
+            max_tokens=max_tokens,
             temperature=float(_first(sampling.temperature, defaults.temperature, 1.0)),
             top_p=float(_first(sampling.top_p, defaults.top_p, 1.0)),
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
             seed=seed,
-            eos_token_ids=frozenset(defaults.eos_token_ids),
+            eos_token_ids=stops if ignores_eos else stops.union(defaults.eos_token_ids),
             logprobs=sampling.logprobs,
+            prompt_logprobs=max(ranks, default=None),
+            stop_token_ids=stops,
+            ignores_eos=ignores_eos,
+            terms=terms,
+            priority=sampling.priority,
         )
 
     def _constraint(self, form: AnswerForm, reading: Reading) -> TokenConstraint:
@@ -229,6 +251,7 @@ class GenerationService:
             reasoning=markers,
             is_reasoning=markers is not None and markers.is_open(prompt_ids, self.tokenizer),
             has_logprobs=request.sampling.logprobs is not None,
+            is_streamed=request.is_streamed,
         )
 
     def _prompt_ids(self, request: GenerationRequest) -> tuple[int, ...]:
@@ -270,7 +293,7 @@ class GenerationService:
         max_tokens, default = request.sampling.max_tokens, request.default_max_tokens
         context = self.capabilities.context_length
         room = context - prompt_tokens
-        if room < 1:
+        if room < 1 and max_tokens != 0:
             raise ContextLengthExceededError(
                 f"This model's maximum context length is {context} tokens, and the prompt has {prompt_tokens}, which leaves no room for an answer. "
                 "Shorten the prompt; where the model was made for more, start the engine with a larger max_model_len or kv_cache_memory.",

@@ -182,7 +182,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
         # One rotation for each kind of layer: the layers without a window are the rule, the local ones have keys of their own.
         local = parameters["sliding_attention"] if isinstance(parameters.get("sliding_attention"), dict) else {}
         config["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
-        config["rope_local_scaling"] = _scaling(local)
+        config["rope_local_scaling"] = _scaling(local, path)
         parameters = parameters.get("full_attention")
     elif isinstance(parameters, dict) and {"main", "compress"} & parameters.keys():
         # DeepSeek-V4: layers that compress their past rotate by another base, and theirs alone is scaled.
@@ -192,7 +192,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
         main, parameters = parameters["main"], parameters["compress"]
         config["rope_theta"] = main.get("rope_theta", config.get("rope_theta"))
         config["compress_rope_theta"] = parameters.get("rope_theta", config.get("compress_rope_theta"))
-        config["rope_main_scaling"] = _scaling(main)
+        config["rope_main_scaling"] = _scaling(main, path)
         parameters = {**parameters, "rope_theta": config["rope_theta"]}
     if not isinstance(parameters, dict):
         parameters = config.get("rope_scaling")
@@ -203,7 +203,7 @@ def _normalize_rope(config: dict[str, Any], path: Path) -> None:
         config["rope_theta"] = float(theta) if _is_positive(theta) else theta
     if "partial_rotary_factor" in parameters:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    config["rope_scaling"] = _scaling(parameters)
+    config["rope_scaling"] = _scaling(parameters, path)
 
 
 def _check_mapping(value: Any, key: str, path: Path) -> None:
@@ -211,8 +211,13 @@ def _check_mapping(value: Any, key: str, path: Path) -> None:
         raise ConfigurationError(f"{path} has {key} = {value!r}, which should be a mapping: download it again.", param="model")
 
 
-def _scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+def _scaling(parameters: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind is None and parameters.get("factor") is not None:
+        raise ConfigurationError(
+            f"{path} scales rotary embeddings by factor = {parameters['factor']!r} and has no rope_type: download it again.", param="model"
+        )
+    kind = "default" if kind is None else kind
     scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
     return None if kind == "default" else {"rope_type": kind, **scaling}
 

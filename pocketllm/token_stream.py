@@ -195,7 +195,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             return None
 
     async def _output(self, reader: AnswerReader) -> GenerationOutput:
-        if not reader.prepared.reading.has_logprobs:
+        if not reader.has_logprobs:
             return reader.output()
         return await asyncio.to_thread(reader.output)  # 4,000 tokens with 20 alternatives each take 0.3 s to spell
 

@@ -106,11 +106,9 @@ def readme_gpu() -> str:
         ("decode, batch 64, after 512 tokens", "decode 64x512", "bf16"),
     ):
         ours, peer = _row(report, f"ours-{weights}", measure), _row(report, "peer", measure)
-        kind, _, size = measure.partition(" ")
-        limit = _row(report, "limits", weights)
         assert ours is not None
-        assert limit is not None
-        most = limit[kind] * (int(size.partition("x")[0]) if kind == "decode" else 1)
+        most = cuda_table.limit_of(_row(report, "limits", weights), measure, ours)
+        assert most is not None
         beside = ("-", "-") if peer is None else (_whole(peer["median"]), _ratio(ours["median"] / peer["median"]))
         rows.append((title, _whole(ours["median"]), *beside, f"{ours['median'] / most:.0%}"))
     decode, long = _row(earlier, "peer", "decode 1x2048"), next(row for row in earlier["rows"] if row["section"] == "long" and "append_seconds" in row)

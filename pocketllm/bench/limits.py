@@ -42,16 +42,19 @@ def token_costs(checkpoint: Checkpoint) -> dict[str, float]:
     head runs once a prompt. Attention's own cost, which grows with the context, is left out of both.
     """
     config = checkpoint.config
-    share = float(config.get("num_experts_per_tok") or 1) / float(config.get("num_experts") or 1) if config.get("num_experts") else 1.0
-    untied = any(tensor.name in ("output.weight", "lm_head.weight") for tensor in checkpoint.tensors)
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    share = float(config.get("num_experts_per_tok") or 1) / float(experts) if experts else 1.0
+    untied = any(tensor.name in ("output.weight", "lm_head.weight", "head.weight") for tensor in checkpoint.tensors)
     read = weights = 0.0
     for tensor in checkpoint.tensors:
+        if "tid2eid" in tensor.name or tensor.name.startswith("mtp."):  # of a table one row, and of further tokens nothing
+            continue
         used = share if _is_expert(tensor.name) else 1.0
-        if not (untied and ("token_embd" in tensor.name or "embed_tokens" in tensor.name)):
+        if not (untied and ("token_embd" in tensor.name or "embed_tokens" in tensor.name or tensor.name == "embed.weight")):
             read += tensor.num_bytes * used
         is_matrix = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and _is_expert(tensor.name))
-        if is_matrix and (tensor.name.startswith("blk.") or "layers." in tensor.name) and not tensor.name.endswith("_scale_inv"):
-            count = 1
+        if is_matrix and (tensor.name.startswith("blk.") or "layers." in tensor.name) and not tensor.name.endswith(("_scale_inv", ".scale")):
+            count = 2 if tensor.type == "I8" else 1  # FP4: two values a byte
             for size in tensor.shape:
                 count *= size
             weights += count * used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pocketllm.errors import ConfigurationError
@@ -47,7 +48,7 @@ def build_chat_request(
         raise ConfigurationError('"stream" = true has no meaning here: call chat_stream() for events.', param="stream")
     body = {**options, "request_id": request_id}
     check_fields({**body, **sampling_fields(sampling, "chat")}, "chat", features)
-    return _request(messages, body, sampling, default_max_tokens)
+    return replace(_request(messages, body, sampling, default_max_tokens), is_streamed=True)
 
 
 def chat_request(body: Mapping[str, Any], default_max_tokens: int | None = None) -> GenerationRequest:

@@ -67,6 +67,16 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Conditio
     return allows
 
 
+def budget(most: int) -> Condition:
+    """At least 1, or 0 where the prompt alone is asked about."""
+
+    def allows(value: Any, body: Mapping[str, Any]) -> bool:
+        found = whole_number(value)
+        return found is not None and (0 if body.get("echo") is True or body.get("prompt_logprobs") is not None else 1) <= found <= most
+
+    return allows
+
+
 def instance_of(*kinds: type) -> Condition:
     return lambda value, _body: isinstance(value, kinds)
 
@@ -92,11 +102,32 @@ def is_token_ids(value: Any, _body: Mapping[str, Any]) -> bool:
     return is_list(value) and _bad_id(value) is None
 
 
+def are_token_ids(value: Any, body: Mapping[str, Any]) -> bool:
+    """At least one."""
+    return is_token_ids(value, body) and len(value) > 0
+
+
+def are_words(most: int) -> Condition:
+    """At most `most` texts, none of them empty."""
+
+    def allows(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+        if not is_list(value) or not all(isinstance(item, str) for item in value):
+            return False
+        if len(value) > most:
+            return Fault("", value, f"there are {len(value)} of them, and one request has at most {most}", "Send fewer")
+        if not all(value):
+            return Fault(f"[{list(value).index('')}]", "", "an empty text is in every answer", "Leave it out")
+        return True
+
+    return allows
+
+
 def is_logit_bias(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
     if not isinstance(value, Mapping):
         return False
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19):
+        is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19
+        if not is_id and not (isinstance(key, int) and not isinstance(key, bool) and key >= 0):  # JSON has strings alone, Python has both
             return Fault("", value, f"{summary(key)} is no token id, which is a whole number of at least 0", "Send the ids of tokens as keys")
         found = number(bias)
         if found is None or not -100 <= found <= 100:

@@ -16,6 +16,7 @@ HOST_FEATURES: dict[str, str] = {
     "streamed_tool_calls": "tool calls are streamed as tool calls",
     "single_tool_call": "an answer is held to one tool call",
     "token_id_prompts": "a prompt may be token ids",
+    "streamed_logprobs": "log probabilities are streamed with their tokens",
     "usage_details": "usage tells cached and reasoning tokens",
     "null_keys": "empty `refusal` and `logprobs` are present as null",
     "keep_alive": "a silent stream carries comments",

@@ -19,6 +19,9 @@ from pocketllm.protocol.conditions import (
     REASONING_EFFORTS,
     Condition,
     Fault,
+    are_token_ids,
+    are_words,
+    budget,
     false_or_not_streamed,
     fits_choices,
     instance_of,
@@ -43,7 +46,17 @@ from pocketllm.protocol.conditions import (
 )
 from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.tools import MAX_TOOLS, TOOL_CHOICES, are_tools, can_be_chosen, has_no_strict_tool, is_tool_choice
-from pocketllm.sampling_params import MAX_CHOICES, MAX_SEED, MAX_TEMPERATURE, MAX_TOP_K
+from pocketllm.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+)
 
 Endpoint = Literal["chat", "completions"]
 Group = Literal["implemented", "refused", "inert"]
@@ -166,17 +179,57 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "request_id", CHAT, "implemented", "1 to 128 letters, digits, dots, colons, dashes or underscores", "Id of the answer, and of DELETE /v1/requests/{id}."
     ),
-    Field("frequency_penalty", BOTH, "refused", "0", "The sampler has no such term."),
-    Field("presence_penalty", BOTH, "refused", "0", "The sampler has no such term."),
-    Field("repetition_penalty", BOTH, "refused", "1", "The sampler has no such term."),
-    Field("min_p", BOTH, "refused", "0", "The sampler has no such cut."),
-    Field("logit_bias", BOTH, "refused", "{}", "No per-token bias is applied."),
-    Field("min_tokens", BOTH, "refused", "0", "An answer may end at any length."),
-    Field("ignore_eos", BOTH, "refused", "false", "The first end-of-sequence token ends the answer."),
-    Field("stop_token_ids", BOTH, "refused", "[]", "The checkpoint's own end-of-sequence ids end the answer."),
+    Field(
+        "frequency_penalty",
+        BOTH,
+        "implemented",
+        f"a number from -{MAX_PENALTY} to {MAX_PENALTY}",
+        "Taken from an id's logit for each time that it is in the answer so far.",
+    ),
+    Field(
+        "presence_penalty",
+        BOTH,
+        "implemented",
+        f"a number from -{MAX_PENALTY} to {MAX_PENALTY}",
+        "Taken from the logit of each id that is in the answer so far.",
+    ),
+    Field(
+        "repetition_penalty",
+        BOTH,
+        "implemented",
+        f"a number above 0 and at most {MAX_REPETITION_PENALTY}",
+        "Divides the logit of each id of the prompt and of the answer so far where it is above 0, and multiplies it elsewhere; 1 is off.",
+    ),
+    Field("min_p", BOTH, "implemented", "a number from 0 to 1", "Only ids are drawn that are at least so likely as this part of the likeliest one; 0 is off."),
+    Field(
+        "logit_bias",
+        BOTH,
+        "implemented",
+        f"an object from token ids to numbers from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}",
+        "Added to the ids' logits after the penalties.",
+    ),
+    Field("min_tokens", BOTH, "implemented", "a whole number of at least 0", "No id that would end the answer is drawn before it has so many tokens."),
+    Field("ignore_eos", BOTH, "implemented", _SWITCH, "Whether the checkpoint's own end-of-sequence ids are ids like others."),
+    Field("stop_token_ids", BOTH, "implemented", "an array of token ids", "Ids that end the answer beside the checkpoint's own, and are not part of it."),
+    Field("allowed_token_ids", BOTH, "implemented", "an array of at least one token id", "No other id is drawn."),
+    Field("bad_words", BOTH, "implemented", f"an array of at most {MAX_BAD_WORDS} texts", "Texts that the answer does not contain, alone and after a space."),
+    Field(
+        "priority",
+        BOTH,
+        "implemented",
+        f"a whole number from -2**31 to {MAX_PRIORITY}",
+        "Requests with a lower number are started first, and give up their memory last.",
+    ),
     Field("best_of", COMPLETIONS, "refused", "1", "Every candidate is a choice; none is compared with another and dropped."),
     Field("suffix", COMPLETIONS, "refused", '""', "The completion is returned on its own."),
-    Field("echo", COMPLETIONS, "refused", "false", "The text holds only what was generated."),
+    Field("echo", COMPLETIONS, "implemented", _SWITCH, "Whether the text begins with the prompt, and `logprobs` with those of its tokens; the first has none."),
+    Field(
+        "prompt_logprobs",
+        BOTH,
+        "implemented",
+        _RANKS,
+        "As vLLM has it: for each token of the prompt but the first, its log probability and so many alternatives, by token id.",
+    ),
     *(
         Field(name, BOTH, "inert", "anything", "Cannot change the text; accepted and ignored.")
         for name in ("user", "store", "metadata", "service_tier", "model", "prompt_cache_key", "safety_identifier", "verbosity", "prediction")
@@ -332,7 +385,14 @@ RULES: tuple[Rule, ...] = (
         rule
         for name in ("frequency_penalty", "presence_penalty")
         for rule in (
-            _shape(name, BOTH, real(-2, 2), "not a number from -2 to 2", "a penalty is a number from -2 to 2", f'Send "{name}" as 0, or leave it out'),
+            _shape(
+                name,
+                BOTH,
+                real(-MAX_PENALTY, MAX_PENALTY),
+                "not a number from -2 to 2",
+                "a penalty is a number from -2 to 2",
+                f'Send "{name}" as 0, or leave it out',
+            ),
             _needs(
                 "penalties",
                 name,
@@ -347,7 +407,7 @@ RULES: tuple[Rule, ...] = (
     _shape(
         "repetition_penalty",
         BOTH,
-        real(0, 2, above=True),
+        real(0, MAX_REPETITION_PENALTY, above=True),
         "not a number above 0 and at most 2",
         "this penalty is a number above 0 and at most 2",
         'Send "repetition_penalty" as 1, or leave it out',
@@ -425,6 +485,41 @@ RULES: tuple[Rule, ...] = (
         'Send "stop_token_ids" as [], or leave it out',
     ),
     _shape(
+        "allowed_token_ids",
+        BOTH,
+        are_token_ids,
+        "not an array of at least one token id",
+        "token ids are whole numbers of at least 0, and an answer needs one that may be drawn",
+        'Send "allowed_token_ids" as an array of them, or leave it out',
+    ),
+    _needs(
+        "allowed_token_ids",
+        "allowed_token_ids",
+        BOTH,
+        never,
+        "any array",
+        "any token may be drawn",
+        'Leave "allowed_token_ids" out',
+    ),
+    _shape(
+        "bad_words",
+        BOTH,
+        are_words(MAX_BAD_WORDS),
+        f"not an array of at most {MAX_BAD_WORDS} texts, or one of them is empty",
+        "bad words are an array of texts",
+        'Send "bad_words" as such an array, or leave it out',
+    ),
+    _needs("bad_words", "bad_words", BOTH, is_empty, "not empty", "no text is kept out of an answer", 'Send "bad_words" as [], or leave it out'),
+    _shape(
+        "priority",
+        BOTH,
+        whole(-MAX_PRIORITY - 1, MAX_PRIORITY),
+        f"not a whole number from -2**31 to {MAX_PRIORITY}",
+        f"it is a whole number from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}",
+        'Send "priority" as such a number, or leave it out',
+    ),
+    _needs("priority", "priority", BOTH, one_of(0), "not 0", "requests are started in the order in which they come", 'Send "priority" as 0, or leave it out'),
+    _shape(
         "response_format",
         CHAT,
         is_response_format,
@@ -470,13 +565,39 @@ RULES: tuple[Rule, ...] = (
     ),
     _shape("echo", COMPLETIONS, instance_of(bool), "not a boolean", "it is a switch", 'Send "echo" as false, or leave it out'),
     _needs(
-        "echo",
+        "prompt_logprobs",
         "echo",
         COMPLETIONS,
         one_of(False),
         "true",
         "the text holds only what was generated, never the prompt",
         'Send "echo" as false and put the prompt before the text yourself',
+    ),
+    _shape(
+        "prompt_logprobs",
+        BOTH,
+        whole(0, MAX_LOGPROBS),
+        f"not {_RANKS}",
+        f"it is the number of alternatives for each token of the prompt, {_RANKS}",
+        'Send "prompt_logprobs" as such a number, or leave it out',
+    ),
+    _needs(
+        "prompt_logprobs",
+        "prompt_logprobs",
+        BOTH,
+        never,
+        "any count",
+        "the tokens of a prompt are not ranked",
+        'Leave "prompt_logprobs" out',
+    ),
+    _needs(
+        None,
+        "prompt_logprobs",
+        BOTH,
+        is_not_streamed,
+        "any count on a stream",
+        "a chunk of a stream has no place for it",
+        'Send "stream" as false; on /v1/completions "echo" and "logprobs" rank a prompt on a stream',
     ),
     _shape(
         "tools",
@@ -559,8 +680,8 @@ RULES: tuple[Rule, ...] = (
         _shape(
             name,
             BOTH,
-            whole(1, MAX_TOKENS),
-            "not a whole number of at least 1",
+            budget(MAX_TOKENS),
+            "not a whole number of at least 1; 0 passes with `echo` or `prompt_logprobs`",
             "the budget of an answer is a whole number of at least 1 and below 2**63",
             f'Send "{name}" as a whole number of at least 1, or leave it out',
         )

@@ -52,6 +52,8 @@ class GenerationRequest:
         response_format: {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}; None leaves the text free.
         tools: of a chat; None without tools.
         reports_calls: whether calls in the answer are reported as such; else they stay content.
+        echo: whether the answer begins with the prompt, and its log probabilities, where they are asked for, with the prompt's.
+        is_streamed: whether events carry the log probabilities of their tokens.
     """
 
     prompt: str | tuple[int, ...]
@@ -62,6 +64,8 @@ class GenerationRequest:
     response_format: Mapping[str, Any] | None = None
     tools: ToolUse | None = None
     reports_calls: bool = True
+    echo: bool = False
+    is_streamed: bool = False
 
 
 def new_request_id(prefix: str) -> str:

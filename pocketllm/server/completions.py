@@ -23,4 +23,5 @@ async def completions(request: Request) -> Response:
 
 def _build(body: dict[str, Any], _state: ServerState) -> list[GenerationRequest]:
     sampling, request_id = sampling_from(body, "completions"), new_request_id("cmpl")
-    return [GenerationRequest(prompt, sampling, request_id, DEFAULT_MAX_TOKENS) for prompt in prompts_of(body)]
+    echo, is_streamed = body.get("echo") is True, body.get("stream") is True
+    return [GenerationRequest(prompt, sampling, request_id, DEFAULT_MAX_TOKENS, echo=echo, is_streamed=is_streamed) for prompt in prompts_of(body)]

@@ -11,6 +11,7 @@ from pocketllm.checkpoint import Checkpoint, TensorInfo
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.models.deepseek_v4_names import predictor_names
 from pocketllm.torch_engine.models.registry import COMPRESSED
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def expert_cache(args: EngineArgs, checkpoint: Checkpoint, dtype: torch.dtype, f
         raise ConfigurationError(
             '"routed_experts_device" = "gpu" needs a model on a GPU, and this one runs on the CPU: send "cpu", or leave it out.', param="routed_experts_device"
         )
-    size = sum(built_bytes(tensor, dtype, on_gpu=on_gpu) for tensor in checkpoint.tensors if is_routed(tensor))
+    size = sum(built_bytes(tensor, dtype, on_gpu=on_gpu) for tensor in loaded_tensors(checkpoint) if is_routed(tensor))
     fits = size <= free * _SHARE
     if where == "gpu" or (where == "auto" and fits and budget is None):
         return None
@@ -58,6 +59,12 @@ def expert_cache(args: EngineArgs, checkpoint: Checkpoint, dtype: torch.dtype, f
         )
     logger.info("routed experts stay in %s: %.1f GiB of them at most are kept in memory", checkpoint.path, cache.budget / 2**30)
     return cache
+
+
+def loaded_tensors(checkpoint: Checkpoint) -> list[TensorInfo]:
+    """The stored tensors without those of DeepSeek-V4's layers that predict further tokens, which its model skips."""
+    skipped = predictor_names(checkpoint) if checkpoint.architecture in COMPRESSED else frozenset()
+    return [tensor for tensor in checkpoint.tensors if tensor.name not in skipped]
 
 
 def is_routed(tensor: TensorInfo) -> bool:

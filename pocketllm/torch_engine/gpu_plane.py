@@ -18,7 +18,7 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.parallel.rank import Rank
 from pocketllm.torch_engine.cache_plan import BLOCK_SIZE, CachePlan, plan_caches
 from pocketllm.torch_engine.cache_shape import CacheShape, cache_shape
-from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache, is_routed
+from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache, is_routed, loaded_tensors
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
 from pocketllm.torch_engine.masks import Masks
 from pocketllm.torch_engine.models.model import Model
@@ -136,7 +136,7 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         needs = shape.needs(args, order.context_length, args.max_batch_size or _ROWS, chunk)
         captures = cuda_graphs and is_cuda and model.is_capturable
         if captures:
-            step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, needs.max_rows, chunk))
+            step_bytes += _measure_graphs(order, model, shape, device, _shapes(order, model, needs.max_rows, chunk))
         # Beside logits of all rows, what a prompt takes, and experts that will be built.
         free = order.agreed(_free_for_caches(device, step_bytes + needs.max_rows * model.vocab_size * 4 + (experts.room if experts else 0)))
         if (explicit := args.kv_cache_bytes) is not None:
@@ -152,18 +152,21 @@ def load_on_gpu(order: Order, device: torch.device, *, cuda_graphs: bool) -> Pla
         if is_cuda:
             order.progress(LoadProgress(1.0, "compiling kernels for steps of other sizes"))
             _compile_other_steps(runner, plan, captures)
-        shapes = _shapes(order, plan.max_rows, chunk) if captures else []
+        shapes = _shapes(order, model, plan.max_rows, chunk) if captures else []
         if shapes:
             _capture(order, runner, shapes)
+    if experts is not None:
+        experts.forget_counts()  # of the steps above
     beside = None if args.prefill_chunk_tokens is not None else min(chunk_beside_answers(plan.max_rows), chunk)
     scheduler = build_scheduler(args, plan, shape.slot_bytes > 0, chunk, beside)
     details = {**describe(model, cache, plan, experts), "cuda_graphs": _describe_shapes(shapes)}
     return Plane(scheduler, order.led(runner), str(device), plan.context_length, plan.max_rows, chunk > 0, details, experts)
 
 
-def _shapes(order: Order, max_rows: int, chunk: int) -> list[StepShape]:
+def _shapes(order: Order, model: Model, max_rows: int, chunk: int) -> list[StepShape]:
     """What is captured of a plane whose steps have at most `chunk` prompt tokens."""
-    return captured_shapes(max_rows, chunk, chunk if order.args.prefill_chunk_tokens is not None else min(chunk_beside_answers(max_rows), chunk))
+    shapes = captured_shapes(max_rows, chunk, chunk if order.args.prefill_chunk_tokens is not None else min(chunk_beside_answers(max_rows), chunk))
+    return shapes if model.captures_prompts else [shape for shape in shapes if not shape.num_prompts]
 
 
 def _describe_shapes(shapes: Sequence[StepShape]) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
 def _check_weights_fit(order: Order, device: torch.device, dtype: torch.dtype, experts: ExpertCache | None = None) -> None:
     """Refuse what can't be loaded: all weights, or without the routed experts and with their cache."""
     free, total = _memory(device)
-    tensors = [tensor for tensor in order.checkpoint.tensors if experts is None or not is_routed(tensor)]
+    tensors = [tensor for tensor in loaded_tensors(order.checkpoint) if experts is None or not is_routed(tensor)]
     size = _weight_bytes(tensors, dtype, order.share.size)
     if experts is not None and size + experts.budget + _SPARE_BYTES > free:
         raise ConfigurationError(

@@ -143,6 +143,10 @@ class StoredTensor:
         scales = None if self.scales is None else self.scales.select_rows(order)
         return StoredTensor(self.name, self.type, (order.numel(), *self.shape[1:]), blocks, values, scales)
 
+    def row_parts(self, count: int) -> list[StoredTensor]:
+        """Its rows in `count` equal parts."""
+        return [self.select_rows(some) for some in torch.arange(self.shape[0]).chunk(count)]
+
     def part(self, place: int) -> StoredTensor:
         """One of the matrices that a tensor of three dimensions stacks."""
         blocks = None if self.blocks is None else self.blocks[place]

@@ -187,7 +187,7 @@ def test_wrong_plane_options_are_refused_before_loading(plane: dict[str, Any], s
         ({"max_model_len": 10**7}, ConfigurationError, "max_model_len"),
         ({"kv_cache_memory": "1KiB"}, ConfigurationError, "kv_cache_memory"),
         ({"kv_cache_memory": 2**50}, ConfigurationError, "kv_cache_memory"),
-        ({"device": "cuda"}, UnsupportedFeatureError, "device"),
+        ({"device": "cuda:99"}, UnsupportedFeatureError, "device"),
         ({"max_batch_size": 2**40}, ConfigurationError, "max_batch_size"),
     ],
 )
@@ -196,6 +196,18 @@ def test_what_can_not_be_is_refused(options: dict[str, Any], error: type[Excepti
         backend_of(**options).load(ignore)
     assert "\n" not in str(caught.value)
     assert caught.value.param == param  # type: ignore[attr-defined]
+
+
+def test_a_build_without_cuda_says_how_to_get_one(native: Any) -> None:
+    if native.backend == "cuda":
+        pytest.skip("this build has CUDA")
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        backend_of(device="cuda").load(ignore)
+    assert str(caught.value) == (
+        '"device" = "cuda" is not in this build of the native engine, which computes on the CPU alone: build it with POCKET_BACKEND=cuda, or send "cpu" or '
+        'backend "torch".'
+    )
+    assert native.linked_devices() == ["cpu"]
 
 
 def checkpoint_with(tmp_path: Path, **files: Any) -> Path:

@@ -116,6 +116,9 @@ ROWS: list[tuple[str, Row]] = [
     ("min_tokens", Row(BOTH, [0, 0.0], [False, -1, 1.5, "1"], {"min_tokens": [1]})),
     ("ignore_eos", Row(BOTH, [False], [0, 1, "true"], {"ignore_eos": [True]})),
     ("stop_token_ids", Row(BOTH, [[]], [1, [True], [1.5], [-1], ["1"], {}, ""], {"stop_token_ids": [[1], [2.0, 3]]})),
+    ("allowed_token_ids", Row(BOTH, [], [1, [], [True], [1.5], [-1], ["1"], {}, ""], {"allowed_token_ids": [[1], [2.0, 3]]})),
+    ("bad_words", Row(BOTH, [[]], [1, "a", [""], ["a", ""], [5], [["a"]], {}, ["a"] * 1001], {"bad_words": [["a"], ["a b", "é"]]})),
+    ("priority", Row(BOTH, [0, 0.0], [True, "1", 1.5, [], 2**31, -(2**31) - 1], {"priority": [1, -5, 2**31 - 1, -(2**31)]})),
     ("max_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, True, "1", [1], 1e300, 10**4300 - 1])),
     ("max_completion_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, False, "1"])),
     ("temperature", Row(BOTH, [0, 0.0], [-0.1, True, "1", [], 2.1, 99, 10**400], {"per_request_sampling": [1, 0.5, 2]})),
@@ -154,7 +157,8 @@ ROWS: list[tuple[str, Row]] = [
     ),
     ("best_of", Row(COMPLETIONS, [1, 1.0], [0, True, "1", 1.5, 129], {"best_of": [2]})),
     ("suffix", Row(COMPLETIONS, [""], [5, []], {"suffix": ["a"]})),
-    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"echo": [True]})),
+    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"prompt_logprobs": [True]})),
+    ("prompt_logprobs", Row(BOTH, [], [21, True, False, -1, 1.5, "1", With(1, STREAM)], {"prompt_logprobs": [0, 5, 20, 2.0, With(1, {"max_tokens": 0})]})),
     (
         "tools",
         Row(
@@ -349,14 +353,14 @@ def test_every_field_rule_and_feature_is_covered_here() -> None:
 
 
 def test_refused_fields_are_those_that_no_server_of_today_acts_on() -> None:
-    today = features(EVERY_FLAG, "full") - {"penalties", "logit_bias"}
+    today = features(EVERY_FLAG, "full")
     for f in FIELDS:
         for endpoint in f.endpoints:
             lifts = {rule.feature for rule in RULES if rule.field == f.name and endpoint in rule.endpoints and rule.feature is not None}
             if f.group == "refused" and lifts:
                 assert not lifts & today, f.name
             elif f.group == "implemented":
-                assert lifts <= today | {"streamed_logprobs"}, f.name
+                assert lifts <= today, f.name
 
 
 def test_guides_example_is_answered_to_the_letter() -> None:
@@ -396,7 +400,7 @@ def test_first_failing_field_is_the_tables_whatever_order_they_are_sent_in(surfa
     later = [("stream_options", {"include_usage": 1}), ("frequency_penalty", 1), ("presence_penalty", 1), ("logit_bias", {"1": 1}), ("response_format", 5)]
     tails: dict[Endpoint, list[tuple[str, Any]]] = {
         "chat": [("tool_choice", 5), ("parallel_tool_calls", 5)],
-        "completions": [("best_of", 2), ("suffix", "x"), ("echo", True)],
+        "completions": [("best_of", 0), ("suffix", 5), ("echo", 5)],
     }
     bodies: list[tuple[Endpoint, dict[str, Any]]] = []
     names: list[str] = []

@@ -67,6 +67,9 @@ REFUSED: list[tuple[tuple[Endpoint, ...], dict[str, Any], str, list[dict[str, An
     (BOTH, {"stop_token_ids": [5]}, "stop_token_ids", [{"stop_token_ids": []}]),
     (BOTH, {"ignore_eos": True}, "ignore_eos", [{"ignore_eos": False}]),
     (BOTH, {"min_tokens": 1}, "min_tokens", [{"min_tokens": 0}]),
+    (BOTH, {"allowed_token_ids": [5]}, "allowed_token_ids", [{"allowed_token_ids": None}]),
+    (BOTH, {"bad_words": ["x"]}, "bad_words", [{"bad_words": []}]),
+    (BOTH, {"priority": 1}, "priority", [{"priority": 0}]),
     # no such field
     (BOTH, {"grammar": "x"}, "grammar", []),
     (COMPLETIONS, {"request_id": "a"}, "request_id", []),

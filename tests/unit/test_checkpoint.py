@@ -180,6 +180,8 @@ def test_both_spellings_of_rope(hf_directory):
     assert old["rope_theta"] == new["rope_theta"] == 5e5
     assert old["rope_scaling"] == new["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert open_checkpoint(hf_directory(rope_parameters={"rope_theta": 9.0, "rope_type": "default"})).config["rope_scaling"] is None
+    with pytest.raises(ConfigurationError, match=r"scales rotary embeddings by factor = 2\.0 and has no rope_type: download it again"):
+        open_checkpoint(hf_directory(rope_scaling={"factor": 2.0}))
 
 
 def test_generation_config_wins_over_config(hf_directory):

@@ -17,7 +17,9 @@ EVERY_FLAG = Capabilities("fake", "none", 4, 1024, 256, **dict.fromkeys(FLAGS, T
 def test_features() -> None:
     bare = dataclasses.replace(EVERY_FLAG, structured_outputs=False, logprobs=False, penalties=False)
     assert features(EVERY_FLAG, "full") == set(FLAGS) | set(HOST_FEATURES) | set(GRAMMAR_FEATURES)
-    assert features(EVERY_FLAG, "guide") == set(FLAGS) - {"penalties", "logit_bias"} == GUIDE_FLAGS
+    assert features(EVERY_FLAG, "guide") == set(FLAGS) & GUIDE_FLAGS == GUIDE_FLAGS
+    assert not GUIDE_FLAGS & {"penalties", "repetition_penalty", "logit_bias", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"}
+    assert not GUIDE_FLAGS & {"ignore_eos", "priority", "prompt_logprobs"}
     assert features(bare, "full") == set(FLAGS) - {"structured_outputs", "logprobs", "penalties"} | set(HOST_FEATURES)
     assert features(bare, "guide") == GUIDE_FLAGS - {"structured_outputs", "logprobs"}
 

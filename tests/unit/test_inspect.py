@@ -66,7 +66,10 @@ def test_kv_of_hybrid_models_counts_full_attention_alone(tmp_path):
     assert checkpoint_of(tmp_path, layer_types=kinds, **numbers).kv_bytes_per_token(2) == 2 * 1 * 2 * 8 * 2
     assert checkpoint_of(tmp_path, full_attention_interval=4, **numbers).kv_bytes_per_token(2) == 2 * 1 * 2 * 8 * 2
     assert checkpoint_of(tmp_path).kv_bytes_per_token(2) is None
+    assert checkpoint_of(tmp_path, compress_ratios=[0, 4, 128, 4], **numbers).kv_bytes_per_token(2) is None
     assert describe(checkpoint_of(tmp_path, **numbers))["parameters"] == 6
+    assert checkpoint_of(tmp_path, kind="I8").num_parameters == 12  # FP4
+    assert checkpoint_of(tmp_path, kind="F8_E8M0").num_parameters == 0
 
 
 def test_verdicts(tmp_path, write_gguf):

@@ -151,8 +151,12 @@ def fp8_row_kernel(
     K: tl.constexpr, STRIDE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     MODE: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    GROUP_ROWS: tl.constexpr = 0, LIMIT: tl.constexpr = 0.0,
 ):  # fmt: skip
     """One row x [K] times BLOCK_N rows of the weight, and of the up rows N further down where there is an activation.
+
+    With GROUP_ROWS, a multiple of BLOCK_N, x is [N / GROUP_ROWS, K], and so many rows of the weight have a row of it each. With LIMIT, gate and up are
+    held within it: gate from above, up on both sides.
 
     The rows share their scales: BLOCK_N divides BLOCK_ROWS, and N where there is an activation. `weight` and its STRIDE count 32-bit words, of which a
     thread loads WORDS at once, 2 or 4. FULL: BLOCK_N divides N. ASSEMBLY needs x and norm_weight at multiples of 16 bytes; the interpreter runs without.
@@ -183,6 +187,8 @@ def fp8_row_kernel(
     wait_for_inputs(PDL)
     if ADD:
         added += tl.load(out + results, mask=used, other=0.0).to(tl.float32)
+    if GROUP_ROWS:
+        x += first_row // GROUP_ROWS * K
     x_base = after_inputs(x) if ASSEMBLY else x
     norm_base = norm_weight.to(tl.int64) if ASSEMBLY else norm_weight
 
@@ -209,7 +215,12 @@ def fp8_row_kernel(
         scale *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
     if ACTIVATION:
         result, up_result = tl.reduce((sums, up_sums), 1, _add_pairs)
-        result = activate(result * scale, ACTIVATION) * (up_result * scale)
+        result *= scale
+        up_result *= scale
+        if LIMIT > 0.0:
+            result = tl.minimum(result, LIMIT)
+            up_result = tl.minimum(tl.maximum(up_result, -LIMIT), LIMIT)
+        result = activate(result, ACTIVATION) * up_result
     else:
         result = tl.sum(sums, axis=1) * scale
     if BIAS or ADD:

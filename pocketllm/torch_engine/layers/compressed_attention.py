@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.compressed_cache import CompressedCache, LayerShape
 from pocketllm.torch_engine.layers.compressed_step import CompressedStep, PromptRow
 from pocketllm.torch_engine.layers.compressor import Compressor, CompressorWeights, normalize, rotate_pairs, rotation
@@ -53,7 +54,7 @@ class CompressedAttentionWeights:
         sinks: [num_heads] float32.
         compressors: of the attention, then of the indexer.
         indexer: where a query attends to some entries only.
-        groups: matrices of the heads' results, a group of neighbouring heads each.
+        groups: matrices of the heads' results [num_tokens, num_heads * head_dim], a group of neighbouring heads each, side by side.
         output: matrix of what those give.
         activations: dtype of the matrices' inputs.
     """
@@ -69,7 +70,7 @@ class CompressedAttentionWeights:
     sinks: torch.Tensor
     compressors: Sequence[CompressorWeights]
     indexer: IndexerSizes | None
-    groups: Sequence[Linear]
+    groups: Linear
     output: Linear
     activations: torch.dtype
 
@@ -101,7 +102,12 @@ class CompressedAttention:
     Args:
         weights: of it.
         index: of the layer in the cache.
+
+    Attributes:
+        is_capturable: a CUDA graph can hold a step of rows that decode, which the layer then takes as a DeviceBatch.
     """
+
+    is_capturable = False
 
     def __init__(self, weights: CompressedAttentionWeights, index: int) -> None:
         self._w, self._index = weights, index
@@ -110,10 +116,11 @@ class CompressedAttention:
         widths = [weights.shape.input_width(one.width) for one in weights.compressors]
         latent = weights.query_norm.weight.shape[0]
         self._sizes = [latent, weights.head_dim, *widths, *([weights.indexer.num_heads] if weights.indexer else [])]
-        self.num_bytes = sum(one.num_bytes for one in (weights.input, weights.query, *weights.groups, weights.output))
+        self.num_bytes = sum(one.num_bytes for one in (weights.input, weights.query, weights.groups, weights.output))
 
-    def __call__(self, x: torch.Tensor, step: CompressedStep, cache: CompressedCache) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] in the activations' dtype -> the same, after the rows' caches have taken their tokens in."""
+    def __call__(self, x: torch.Tensor, step: CompressedStep | DeviceBatch, cache: CompressedCache) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape, after the rows' caches have taken their tokens in."""
+        assert isinstance(step, CompressedStep)
         weights, count = self._w, step.num_decode
         cos, sin = rotation(weights.rope, step.all_positions)
         latent, key, *rest = weights.input(x).float().split(self._sizes, dim=-1)
@@ -127,9 +134,7 @@ class CompressedAttention:
             parts.append(self._prefill(queries.of(row.tokens), key[row.tokens], [one[row.tokens] for one in inputs], row, cache))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)  # [num_tokens, num_heads, head_dim] float32
         unturned = rotate_pairs(attended, cos.unsqueeze(1), -sin.unsqueeze(1)).to(weights.activations)
-        grouped = unturned.flatten(1).chunk(len(weights.groups), dim=1)
-        mixed = torch.cat([matrix(part.contiguous()) for matrix, part in zip(weights.groups, grouped, strict=True)], dim=-1)
-        return weights.output(mixed)
+        return weights.output(weights.groups(unturned.flatten(1)))
 
     def _queries(self, latent: torch.Tensor, shares: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> _Queries:
         weights, indexer = self._w, self._w.indexer

@@ -11,14 +11,17 @@ from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.kernels.native import Q4Linear, Team, pack_q4, unsuited
 from pocketllm.torch_engine.layers.activation import GATED_ACTIVATIONS
 from pocketllm.torch_engine.layers.attention import KVCache, paged_attention
+from pocketllm.torch_engine.layers.compressed_attention import CompressedAttention, CompressedAttentionWeights
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
 from pocketllm.torch_engine.layers.embedding import Embedding
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
-from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward, MixExperts, MixtureOfExperts, SharedExpert, TokenWise
+from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward, MixtureOfExperts, SharedExpert, TokenWise
 from pocketllm.torch_engine.layers.gated_delta_net import GatedDeltaNet
-from pocketllm.torch_engine.layers.linear import Biased, Linear, build_head, build_linear, default_dtype
+from pocketllm.torch_engine.layers.hyper_connection import HyperConnection, HyperHead, HyperWeights
+from pocketllm.torch_engine.layers.linear import Biased, GroupedLinear, Linear, build_head, build_linear, default_dtype
 from pocketllm.torch_engine.layers.norm import HeadNorm, RMSNorm
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding, rotate
+from pocketllm.torch_engine.layers.routed_experts import RoutedExperts, Router
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.rank_group import RankGroup
 from pocketllm.torch_engine.share import ALONE
@@ -79,8 +82,20 @@ class CpuLayers:
     def embedding(self, table: StoredTensor) -> Embedding:
         return Embedding(table, exact=self.compute_dtype == torch.float32)
 
-    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+    def grouped_linear(self, matrix: StoredTensor, groups: int) -> Linear:
+        return GroupedLinear([self.linear(StoredMatrix([part], [])) for part in matrix.row_parts(groups)])
+
+    def routed_experts(self, router: Router, experts: Sequence[StoredFeedForward], shared: StoredFeedForward, limit: float) -> RoutedExperts | None:
         return None
+
+    def hyper_connection(self, weights: HyperWeights, norm: Norm, num_lanes: int, num_iterations: int) -> HyperConnection:
+        return HyperConnection(weights, norm, self.activations, num_lanes, num_iterations)
+
+    def hyper_head(self, weights: HyperWeights) -> HyperHead:
+        return HyperHead(weights)
+
+    def compressed_attention(self, weights: CompressedAttentionWeights, index: int) -> CompressedAttention:
+        return CompressedAttention(weights, index)
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None

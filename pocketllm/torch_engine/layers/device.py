@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,12 +16,16 @@ from pocketllm.torch_engine.batch import Batch
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
-from pocketllm.torch_engine.layers.feed_forward import MixExperts
 from pocketllm.torch_engine.layers.gated_delta_net import DeltaNetSizes
 from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.share import Share
 from pocketllm.torch_engine.weights import StoredExperts, StoredFeedForward, StoredMatrix, StoredTensor
+
+if TYPE_CHECKING:
+    from pocketllm.torch_engine.layers.compressed_attention import CompressedAttention, CompressedAttentionWeights
+    from pocketllm.torch_engine.layers.hyper_connection import HyperConnection, HyperHead, HyperWeights
+    from pocketllm.torch_engine.layers.routed_experts import RoutedExperts, Router
 
 AnyBatch = Batch | DeviceBatch
 
@@ -155,8 +159,17 @@ class Layers(Protocol):
     def linear(self, matrix: StoredMatrix) -> Linear:
         """The product alone, from and to the activations' dtype."""
 
-    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
-        """All of a layer's experts as one part, and its bytes, where the device has one for how they are stored; gate and up are held within `limit`."""
+    def grouped_linear(self, matrix: StoredTensor, groups: int) -> Linear:
+        """The product of each of `groups` equal parts of the rows with columns of its own: `matrix` [groups * out, in], x [num_tokens, groups * in]."""
+
+    def routed_experts(self, router: Router, experts: Sequence[StoredFeedForward], shared: StoredFeedForward, limit: float) -> RoutedExperts | None:
+        """All of a layer's experts as one part, where the device has one for how they are stored; gate and up are held within `limit`."""
+
+    def hyper_connection(self, weights: HyperWeights, norm: Norm, num_lanes: int, num_iterations: int) -> HyperConnection: ...
+
+    def hyper_head(self, weights: HyperWeights) -> HyperHead: ...
+
+    def compressed_attention(self, weights: CompressedAttentionWeights, index: int) -> CompressedAttention: ...
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None

@@ -34,6 +34,10 @@ class ExpertCache:
         """Bytes of the budget that nothing takes yet; whoever measures free memory leaves them."""
         return max(0, self.budget - self.num_bytes)
 
+    def forget_counts(self) -> None:
+        """Count lookups from now on."""
+        self.lookups = self.hits = 0
+
     def add_layer(self, stored: Sequence[StoredFeedForward], build: BuildExpert) -> CachedExperts:
         """The experts of one more layer."""
         self._num_layers += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.kernels.activation import gated_activation
 from pocketllm.torch_engine.kernels.attention import paged_decode, paged_prefill
-from pocketllm.torch_engine.kernels.fp4_experts import Fp4Experts, fp4_experts
 from pocketllm.torch_engine.kernels.gated_delta import delta_decode, delta_prefill
 from pocketllm.torch_engine.kernels.gguf_linear import gguf_rows
 from pocketllm.torch_engine.kernels.heads import prepare_heads
@@ -20,11 +18,18 @@ from pocketllm.torch_engine.kernels.linear import norm_gated_linear
 from pocketllm.torch_engine.kernels.moe import mixture_of_experts
 from pocketllm.torch_engine.kernels.norm import rms_norm
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.layers.compressed_attention import CompressedAttention, CompressedAttentionWeights
 from pocketllm.torch_engine.layers.device import AnyBatch, AttentionSpec, DeltaNetWeights, Norm
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
-from pocketllm.torch_engine.layers.feed_forward import MixExperts, MixtureOfExperts
+from pocketllm.torch_engine.layers.feed_forward import MixtureOfExperts
+from pocketllm.torch_engine.layers.gpu_compressed import GpuCompressedAttention, GpuGroupedLinear
+from pocketllm.torch_engine.layers.gpu_experts import GpuClampedGate, GpuRoutedExperts
+from pocketllm.torch_engine.layers.gpu_hyper import GpuHyperConnection, GpuHyperHead
 from pocketllm.torch_engine.layers.gpu_linear import GpuLinear, GpuWeights, is_fp4
+from pocketllm.torch_engine.layers.hyper_connection import HyperConnection, HyperHead, HyperWeights
+from pocketllm.torch_engine.layers.linear import GroupedLinear, Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
+from pocketllm.torch_engine.layers.routed_experts import RoutedExperts, Router
 from pocketllm.torch_engine.layers.state_cache import HybridCache
 from pocketllm.torch_engine.rank_group import RankGroup
 from pocketllm.torch_engine.share import ALONE
@@ -72,12 +77,27 @@ class GpuLayers:
     def linear(self, matrix: StoredMatrix) -> GpuLinear:
         return self._weights.linear(matrix)
 
-    def mix_experts(self, experts: Sequence[StoredFeedForward], limit: float) -> tuple[MixExperts, int] | None:
+    def grouped_linear(self, matrix: StoredTensor, groups: int) -> Linear:
+        whole = None if matrix.blocks is not None or is_fp4(matrix) else self.linear(StoredMatrix([matrix], [])).single
+        if whole is not None:
+            return GpuGroupedLinear(whole, groups)
+        return GroupedLinear([self.linear(StoredMatrix([part], [])) for part in matrix.row_parts(groups)])
+
+    def routed_experts(self, router: Router, experts: Sequence[StoredFeedForward], shared: StoredFeedForward, limit: float) -> RoutedExperts | None:
         if not all(is_fp4(tensor) for expert in experts for tensor in expert.linears):
             return None
         gate_up = self._weights.fp4_experts([expert.gate_up for expert in experts])
         down = self._weights.fp4_experts([expert.down for expert in experts])
-        return partial(_mix_fp4, gate_up, down, limit), gate_up.num_bytes + down.num_bytes
+        return GpuRoutedExperts(router, gate_up, down, GpuClampedGate(self.linear(shared.gate_up), self.linear(shared.down), limit), limit)
+
+    def hyper_connection(self, weights: HyperWeights, norm: Norm, num_lanes: int, num_iterations: int) -> HyperConnection:
+        return GpuHyperConnection(weights, norm, self.activations, num_lanes, num_iterations)
+
+    def hyper_head(self, weights: HyperWeights) -> HyperHead:
+        return GpuHyperHead(weights)
+
+    def compressed_attention(self, weights: CompressedAttentionWeights, index: int) -> CompressedAttention:
+        return GpuCompressedAttention(weights, index)
 
     def rope(
         self, rotary_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None, factors: torch.Tensor | None = None
@@ -104,10 +124,6 @@ class GpuLayers:
 
     def head(self, norm: Norm, matrix: StoredTensor) -> GpuHead:
         return GpuHead(norm, self._weights.linear(StoredMatrix([matrix], [])), self._group)
-
-
-def _mix_fp4(gate_up: Fp4Experts, down: Fp4Experts, limit: float, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    return fp4_experts(x, chosen, shares, gate_up, down, limit)
 
 
 class GpuEmbedding:

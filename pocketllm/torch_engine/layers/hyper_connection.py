@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pocketllm.torch_engine.layers.compressor import normalize
+from pocketllm.torch_engine.layers.device import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +38,71 @@ class HyperWeights:
         return F.linear(normalize(lanes.flatten(1), self.norm_eps), self.matrix)
 
 
+class Lanes:
+    """The residual stream of one step.
+
+    Args:
+        values: [num_tokens, num_lanes, hidden_size] float32, each lane's values adjacent.
+
+    Attributes:
+        values: without what the last block gave, until the next site, or the head, takes it in.
+        mixing: what the last site found for its block: the lanes' shares of its result [num_tokens, num_lanes], and how they mix
+            [num_tokens, num_lanes, num_lanes], float32; lane k takes mixing[j, k] of lane j.
+        given: the last block's result [num_tokens, hidden_size], float32, until it is taken in.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.mixing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.given: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, embedded: torch.Tensor, num_lanes: int) -> Lanes:
+        """All lanes alike, embedded [num_tokens, hidden_size] float32."""
+        return cls(embedded.unsqueeze(1).expand(-1, num_lanes, -1))
+
+    def add(self, output: torch.Tensor) -> None:
+        """The block's result [num_tokens, hidden_size]."""
+        self.given = output.float()
+
+    def settle(self) -> torch.Tensor:
+        """The values, after what the last block gave."""
+        if self.given is not None:
+            assert self.mixing is not None
+            shares, mixing = self.mixing
+            self.values = torch.baddbmm(shares.unsqueeze(-1) * self.given.unsqueeze(1), mixing.transpose(1, 2), self.values)
+            self.given = None
+        return self.values
+
+
 class HyperConnection:
     """One site: lanes are gathered into a block's input, and the block's result is spread over the mixed lanes.
 
     Args:
         weights: of 2 * n + n * n coefficients for n lanes: gather, spread, mix. Three scales.
+        norm: of the block's input.
+        dtype: of the block's input.
         num_iterations: of rows and columns brought to sum 1 in turn (Sinkhorn and Knopp, 1967).
     """
 
-    def __init__(self, weights: HyperWeights, num_lanes: int, num_iterations: int) -> None:
-        self._weights, self._num_lanes, self._num_iterations = weights, num_lanes, num_iterations
+    def __init__(self, weights: HyperWeights, norm: Norm, dtype: torch.dtype, num_lanes: int, num_iterations: int) -> None:
+        self._weights, self._norm, self._dtype, self._num_lanes, self._num_iterations = weights, norm, dtype, num_lanes, num_iterations
         sizes = [num_lanes, num_lanes, num_lanes * num_lanes]
         self._scale = torch.cat([weights.scale[place].expand(size) for place, size in enumerate(sizes)])
         self._sizes = sizes
         self.num_bytes = weights.num_bytes
 
-    def gather(self, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """lanes: [num_tokens, num_lanes, hidden_size] float32.
-
-        Returns:
-            The block's input [num_tokens, hidden_size], and for `spread` its shares [num_tokens, num_lanes] and the mixing [num_tokens, num_lanes, num_lanes].
-        """
-        weights, eps = self._weights, self._weights.eps
-        gather, spread, mix = (weights.coefficients(lanes) * self._scale + weights.base).split(self._sizes, dim=-1)
+    def gather(self, lanes: Lanes) -> torch.Tensor:
+        """The block's input [num_tokens, hidden_size]; `lanes` then knows how its result is spread."""
+        values, weights, eps = lanes.settle(), self._weights, self._weights.eps
+        gather, spread, mix = (weights.coefficients(values) * self._scale + weights.base).split(self._sizes, dim=-1)
         mixing = mix.unflatten(-1, (self._num_lanes, self._num_lanes)).softmax(-1) + eps
         mixing = mixing / (mixing.sum(-2, keepdim=True) + eps)
         for _ in range(self._num_iterations - 1):
             mixing = mixing / (mixing.sum(-1, keepdim=True) + eps)
             mixing = mixing / (mixing.sum(-2, keepdim=True) + eps)
-        return _collapse(gather.sigmoid() + eps, lanes), 2 * spread.sigmoid(), mixing
-
-    def spread(self, lanes: torch.Tensor, output: torch.Tensor, shares: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-        """The lanes after a block that gave `output` [num_tokens, hidden_size]; lane k takes mixing[j, k] of lane j."""
-        return torch.baddbmm(shares.unsqueeze(-1) * output.float().unsqueeze(1), mixing.transpose(1, 2), lanes)
+        lanes.mixing = 2 * spread.sigmoid(), mixing
+        return (normalize(_collapse(gather.sigmoid() + eps, values), self._norm.eps) * self._norm.weight).to(self._dtype)
 
 
 class HyperHead:
@@ -79,10 +112,10 @@ class HyperHead:
         self._weights = weights
         self.num_bytes = weights.num_bytes
 
-    def __call__(self, lanes: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_lanes, hidden_size] -> [num_tokens, hidden_size], float32."""
-        weights = self._weights
-        return _collapse((weights.coefficients(lanes) * weights.scale + weights.base).sigmoid() + weights.eps, lanes)
+    def __call__(self, lanes: Lanes) -> torch.Tensor:
+        """[num_tokens, hidden_size] float32."""
+        weights, values = self._weights, lanes.settle()
+        return _collapse((weights.coefficients(values) * weights.scale + weights.base).sigmoid() + weights.eps, values)
 
 
 def _collapse(shares: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:

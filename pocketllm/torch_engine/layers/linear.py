@@ -82,6 +82,18 @@ class Biased:
         return self._linear(x).add_(self._bias)
 
 
+class GroupedLinear:
+    """Matrices side by side, each with its own columns of x [num_tokens, in]: [num_tokens, out] in the same dtype."""
+
+    def __init__(self, matrices: Sequence[Linear]) -> None:
+        self._matrices = matrices
+        self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(len(self._matrices), dim=1)
+        return torch.cat([matrix(part.contiguous()) for matrix, part in zip(self._matrices, parts, strict=True)], dim=-1)
+
+
 def has_bfloat16_units() -> bool:
     """Whether oneDNN multiplies bfloat16 matrices on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -62,10 +62,17 @@ class RoutedExperts:
         router: chooses.
         mix: x, experts and shares to the sum of the experts' results, weighted; in x's dtype.
         shared: every token's.
+        expert_bytes: of the experts that `mix` has loaded.
+
+    Attributes:
+        is_capturable: a CUDA graph can hold them: they never wait for the device.
     """
 
-    def __init__(self, router: Router, mix: MixExperts, shared: TokenWise) -> None:
+    is_capturable = False
+
+    def __init__(self, router: Router, mix: MixExperts, shared: TokenWise, expert_bytes: int) -> None:
         self._router, self._mix, self._shared = router, mix, shared
+        self.num_bytes = router.num_bytes + shared.num_bytes + expert_bytes
 
     def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size] in the activations' dtype -> the same shape, float32."""

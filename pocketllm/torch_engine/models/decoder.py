@@ -60,6 +60,7 @@ class Decoder(ABC):
         gguf_layer_names: GGUF's names of a layer's modules, by Hugging Face's, besides the ones that all have.
     """
 
+    captures_prompts = True
     gguf_layer_names: ClassVar[dict[str, str]]
 
     @staticmethod

@@ -12,20 +12,21 @@ import torch
 
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.torch_engine.batch import Batch
+from pocketllm.torch_engine.device_batch import DeviceBatch
 from pocketllm.torch_engine.layers.attention import KVCache
 from pocketllm.torch_engine.layers.compressed_attention import CompressedAttention, CompressedAttentionWeights
 from pocketllm.torch_engine.layers.compressed_cache import CompressedCache, LayerShape
 from pocketllm.torch_engine.layers.compressed_step import CompressedStep
-from pocketllm.torch_engine.layers.compressor import CompressorWeights, normalize
+from pocketllm.torch_engine.layers.compressor import CompressorWeights
 from pocketllm.torch_engine.layers.device import AnyBatch, Device, Norm
 from pocketllm.torch_engine.layers.expert_cache import place_experts
 from pocketllm.torch_engine.layers.feed_forward import GatedFeedForward, mix_experts
-from pocketllm.torch_engine.layers.hyper_connection import HyperConnection, HyperHead, HyperWeights
+from pocketllm.torch_engine.layers.hyper_connection import HyperConnection, HyperWeights, Lanes
 from pocketllm.torch_engine.layers.linear import Linear
 from pocketllm.torch_engine.layers.rope import RotaryEmbedding
 from pocketllm.torch_engine.layers.routed_experts import ClampedSwiGLU, RoutedExperts, Router
 from pocketllm.torch_engine.models.deepseek_v4_config import DeepseekV4Config
-from pocketllm.torch_engine.models.deepseek_v4_names import file_name, is_predictor
+from pocketllm.torch_engine.models.deepseek_v4_names import file_name, predictor_names
 from pocketllm.torch_engine.weights import StoredFeedForward, StoredMatrix, StoredTensor, Weights
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ class DeepseekV4:
     The layers that predict further tokens are skipped, which the log says. The native kernels have no part of it.
     """
 
+    captures_prompts = False
+
     def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self.config = config = DeepseekV4Config.from_checkpoint(checkpoint)
         self._build = layers = device.layers()
         self._device, self._expert_cache, self._is_gguf = device.device, device.expert_cache, checkpoint.gguf is not None
         self.compute_dtype, self.native_kernels = layers.compute_dtype, layers.native_kernels
         self._file_name = file_name(checkpoint)
-        self._weights = weights = Weights(checkpoint, str, _skipped(checkpoint, config.num_hidden_layers))
+        self._weights = weights = Weights(checkpoint, str, _skipped(checkpoint))
         table = self._take("embed.weight", config.vocab_size, config.hidden_size)
         head = table if config.tie_word_embeddings else self._take("head.weight", config.vocab_size, config.hidden_size)
         self._embedding = layers.embedding(table)
@@ -55,7 +58,8 @@ class DeepseekV4:
             self._layers.append(self._build_layer(index, shape, compressed if shape.ratio else main))
             self.num_bytes += self._layers[-1].num_bytes
             on_layer(index + 1)
-        self._lanes = HyperHead(self._take_hyper("hc_head", config.hc_mult, 1))
+        self._decodes_on_device = all(layer.attention.is_capturable for layer in self._layers)
+        self._lanes = layers.hyper_head(self._take_hyper("hc_head", config.hc_mult, 1))
         self._head = layers.head(self._take_norm("norm.weight", config.hidden_size), head)
         self.num_bytes += self._lanes.num_bytes + self._head.num_bytes
         weights.finish()
@@ -68,20 +72,19 @@ class DeepseekV4:
 
     @property
     def is_capturable(self) -> bool:
-        return False
+        return self._decodes_on_device and all(layer.experts.is_capturable for layer in self._layers)
 
     def is_native(self, batch: Batch, cache: KVCache) -> bool:
         return False
 
     def forward(self, batch: AnyBatch, cache: KVCache) -> torch.Tensor:
         cache = cast(CompressedCache, cache)
-        step = CompressedStep.of(batch, cache.block_size)
-        lanes = self._embedding(batch.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)  # [num_tokens, hc_mult, hidden_size]
+        decodes = self._decodes_on_device and batch.prompts is None if isinstance(batch, DeviceBatch) else False
+        step = batch if isinstance(batch, DeviceBatch) and decodes else CompressedStep.of(batch, cache.block_size)
+        lanes = Lanes.of(self._embedding(batch.token_ids), self.config.hc_mult)
         for layer in self._layers:
-            x, *mixing = layer.attention_site.gather(lanes)
-            lanes = layer.attention_site.spread(lanes, layer.attention(layer.attention_norm(x), step, cache), *mixing)
-            x, *mixing = layer.experts_site.gather(lanes)
-            lanes = layer.experts_site.spread(lanes, layer.experts(layer.experts_norm(x), step.token_ids), *mixing)
+            lanes.add(layer.attention(layer.attention_site.gather(lanes), step, cache))
+            lanes.add(layer.experts(layer.experts_site.gather(lanes), batch.token_ids))
         return self._lanes(lanes)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,13 +115,18 @@ class DeepseekV4:
     def _build_layer(self, index: int, shape: LayerShape, rope: RotaryEmbedding) -> _Layer:
         config, prefix, lanes = self.config, f"layers.{index}.", self.config.hc_mult
         sites = [
-            HyperConnection(self._take_hyper(f"{prefix}{name}", (2 + lanes) * lanes, 3), lanes, config.hc_sinkhorn_iters) for name in ("hc_attn", "hc_ffn")
+            self._build.hyper_connection(
+                self._take_hyper(f"{prefix}hc_{name}", (2 + lanes) * lanes, 3),
+                self._take_norm(f"{prefix}{name}_norm.weight", config.hidden_size),
+                lanes,
+                config.hc_sinkhorn_iters,
+            )
+            for name in ("attn", "ffn")
         ]
-        norms = [_NormTo(self._take_norm(f"{prefix}{name}.weight", config.hidden_size), self._build.activations) for name in ("attn_norm", "ffn_norm")]
-        attention = CompressedAttention(self._take_attention(f"{prefix}attn.", shape, rope), index)
-        experts, num_bytes = self._build_experts(f"{prefix}ffn.", has_hash=index in config.hash_layers)
-        total = attention.num_bytes + num_bytes + sum(site.num_bytes for site in sites)
-        return _Layer(sites[0], norms[0], attention, sites[1], norms[1], experts, total)
+        attention = self._build.compressed_attention(self._take_attention(f"{prefix}attn.", shape, rope), index)
+        experts = self._build_experts(f"{prefix}ffn.", has_hash=index in config.hash_layers)
+        total = attention.num_bytes + experts.num_bytes + sum(site.num_bytes for site in sites)
+        return _Layer(sites[0], attention, sites[1], experts, total)
 
     def _take_attention(self, prefix: str, shape: LayerShape, rope: RotaryEmbedding) -> CompressedAttentionWeights:
         config, hidden = self.config, self.config.hidden_size
@@ -136,7 +144,6 @@ class DeepseekV4:
             inputs.append(self._take(f"{prefix}indexer.weights_proj.weight", indexer.num_heads, hidden))
             queries.append(self._take(f"{prefix}indexer.wq_b.weight", indexer.num_heads * indexer.head_dim, rank))
         mixed = self._take(f"{prefix}wo_a.weight", config.o_groups * config.o_lora_rank, width // config.o_groups)
-        rows = torch.arange(mixed.shape[0]).chunk(config.o_groups)
         return CompressedAttentionWeights(
             num_heads=config.num_attention_heads,
             head_dim=config.head_dim,
@@ -149,12 +156,12 @@ class DeepseekV4:
             sinks=self._take_float(f"{prefix}attn_sink", config.num_attention_heads),
             compressors=compressors,
             indexer=indexer,
-            groups=[self._linear(mixed.select_rows(some)) for some in rows],
+            groups=self._build.grouped_linear(mixed, config.o_groups),
             output=self._linear(self._take(f"{prefix}wo_b.weight", hidden, config.o_groups * config.o_lora_rank)),
             activations=self._build.activations,
         )
 
-    def _build_experts(self, prefix: str, *, has_hash: bool) -> tuple[RoutedExperts, int]:
+    def _build_experts(self, prefix: str, *, has_hash: bool) -> RoutedExperts:
         config, count = self.config, self.config.n_routed_experts
         by_token = None
         if has_hash:
@@ -166,16 +173,13 @@ class DeepseekV4:
             config.num_experts_per_tok,
             config.routed_scaling_factor,
         )
-        stored = self._take_experts(prefix)
-        fused = None if self._expert_cache is not None else self._build.mix_experts(stored, config.swiglu_limit)
-        shared = self._build_expert(self._take_expert(f"{prefix}shared_experts."))
-        num_bytes = router.num_bytes + shared.num_bytes
+        stored, shared = self._take_experts(prefix), self._take_expert(f"{prefix}shared_experts.")
+        fused = None if self._expert_cache is not None else self._build.routed_experts(router, stored, shared, config.swiglu_limit)
         if fused is not None:
-            return RoutedExperts(router, fused[0], shared), num_bytes + fused[1]
+            return fused
         experts = place_experts(stored, self._build_expert, self._expert_cache)
-        if self._expert_cache is None:
-            num_bytes += sum(experts[place].num_bytes for place in range(count))
-        return RoutedExperts(router, partial(mix_experts, experts), shared), num_bytes
+        num_bytes = 0 if self._expert_cache is not None else sum(experts[place].num_bytes for place in range(count))
+        return RoutedExperts(router, partial(mix_experts, experts), self._build_expert(shared), num_bytes)
 
     def _take_experts(self, prefix: str) -> list[StoredFeedForward]:
         """The routed experts of a layer, a tensor for each matrix, or in a GGUF one for all matrices of a kind."""
@@ -197,30 +201,17 @@ class DeepseekV4:
 
 
 @dataclass(frozen=True, slots=True)
-class _NormTo:
-    """A norm, its result in `dtype`."""
-
-    norm: Norm
-    dtype: torch.dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return (normalize(x, self.norm.eps) * self.norm.weight).to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     attention_site: HyperConnection
-    attention_norm: _NormTo
     attention: CompressedAttention
     experts_site: HyperConnection
-    experts_norm: _NormTo
     experts: RoutedExperts
     num_bytes: int
 
 
-def _skipped(checkpoint: Checkpoint, num_layers: int) -> frozenset[str]:
+def _skipped(checkpoint: Checkpoint) -> frozenset[str]:
     """Tensors of the layers that predict further tokens, said in the log."""
-    skipped = frozenset(tensor.name for tensor in checkpoint.tensors if is_predictor(tensor.name, num_layers))
+    skipped = predictor_names(checkpoint)
     if skipped:
         logger.info("%s predicts further tokens (%d tensors), which is skipped: it is not needed to compute text", checkpoint.path, len(skipped))
     return skipped

@@ -72,10 +72,11 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_LAYER_NAMES[rest]}"
 
 
-def is_predictor(name: str, num_layers: int) -> bool:
-    """Whether the file's tensor belongs to the layers that predict further tokens, which follow the `num_layers` others."""
-    found = _PREDICTOR.match(name)
-    return found is not None and (found[1] is None or int(found[1]) >= num_layers)
+def predictor_names(checkpoint: Checkpoint) -> frozenset[str]:
+    """The file's tensors of the layers that predict further tokens; in a GGUF those that follow the num_hidden_layers others."""
+    first, count = checkpoint.config["num_hidden_layers"], checkpoint.config.get("num_nextn_predict_layers", 0)
+    found = ((tensor.name, _PREDICTOR.match(tensor.name)) for tensor in checkpoint.tensors)
+    return frozenset(name for name, match in found if match is not None and (match[1] is None or first <= int(match[1]) < first + count))
 
 
 def _short(name: str) -> str:

@@ -31,7 +31,7 @@ class Generic:
     """
 
     native_kernels = "not in use: the model runs through transformers' modules"
-    is_capturable = False  # what the modules do on the host is not known
+    is_capturable = captures_prompts = False  # what the modules do on the host is not known
 
     def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int, on_layer: Callable[[int], None]) -> None:
         self._layout = layout = read_layout(checkpoint)

@@ -20,17 +20,19 @@ class Model(Protocol):
         vocab_size: columns of the logits.
         compute_dtype: of the products, as the device describes it.
         native_kernels: whether the native kernels are in use, or why not, in a few words for people.
+        captures_prompts: a CUDA graph can hold steps with prompts too, where it can hold any.
     """
 
     compute_dtype: torch.dtype
     native_kernels: str
+    captures_prompts: bool
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold a step: nothing in it waits for the device."""
+        """Whether a CUDA graph can hold a step of rows that decode: nothing in it waits for the device."""
 
     @property
     def num_bytes(self) -> int:

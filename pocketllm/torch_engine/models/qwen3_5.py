@@ -56,6 +56,7 @@ class Qwen3_5:
     A vision tower and a multi-token prediction head are skipped, which the log says. The native kernels have no part of it.
     """
 
+    captures_prompts = True
     gguf_layer_names: ClassVar = GGUF_LAYER_NAMES
 
     @classmethod
