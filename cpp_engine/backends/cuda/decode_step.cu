@@ -20,6 +20,7 @@ namespace pocket::cuda {
 namespace {
 
 constexpr int kWarps = kStepConsumers / 32;
+constexpr int kHeldSquares = 6;
 
 constexpr int round_up(int bytes, int to) { return (bytes + to - 1) / to * to; }
 
@@ -50,15 +51,21 @@ struct Ring {
     }
 };
 
-// Rows of a product that this block has, in tiles.
+// Rows of a product that this block has, in tiles. In each round the blocks have neighbouring tiles; rounds and tiles are as equal as they can be.
 struct Share {
-    int begin, end, per_tile, num_tiles;
-    __device__ explicit Share(int limit, bool is_swiglu) {
-        const auto all = static_cast<std::uint32_t>(limit);  // times the blocks: below 2^32
-        begin = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
-        per_tile = is_swiglu ? kStageRows / 2 : kStageRows;
-        num_tiles = (end - begin + per_tile - 1) / per_tile;
+    std::uint32_t limit, per_tile, num_tiles;
+    __device__ explicit Share(int rows, bool is_swiglu) : limit(rows), per_tile(is_swiglu ? kStageRows / 2 : kStageRows), num_tiles((limit + per_tile * gridDim.x - 1) / (per_tile * gridDim.x)) {}
+    __device__ int start(std::uint32_t tile) const { return start(tile, blockIdx.x); }
+    __device__ int end(std::uint32_t tile) const { return start(tile, blockIdx.x + 1); }
+
+private:
+    __device__ int start(std::uint32_t tile, std::uint32_t block) const {
+        if (!spread) return static_cast<int>(min(limit * blockIdx.x / gridDim.x + (tile + (block - blockIdx.x)) * per_tile, limit * (blockIdx.x + 1) / gridDim.x));
+        const std::uint32_t first = limit * tile / num_tiles, size = limit * (tile + 1) / num_tiles - first;  // below 2^32 with their factors
+        return static_cast<int>(first + size * block / gridDim.x);
     }
+public:
+    bool spread = true;
 };
 
 __device__ __forceinline__ void store_float(std::uint32_t to, float value) { store_word(to, __float_as_uint(value)); }
@@ -74,13 +81,15 @@ __device__ __forceinline__ void for_stages(const StepPlan& plan, int piece, cons
     for (int index = 0; index < plan.num_runs; ++index) {
         const CopyRun run = next;
         if (index + 1 < plan.num_runs) next = plan.runs[index + 1];  // on its way while this one's stages are copied
-        const Share share(run.limit, run.is_swiglu);
+        Share share(run.limit, run.is_swiglu);
+        share.spread = plan.spread;
         for (int first = 0; first < run.row_bytes; first += run.staged_bytes) {
             const int part_end = min(first + run.staged_bytes, run.row_bytes);
-            for (int tile = 0; tile < share.num_tiles; ++tile) {
-                const int start = share.begin + tile * share.per_tile, count = min(share.per_tile, share.end - start), within = lane % share.per_tile;
+            for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) {
+                const int start = share.start(tile), count = share.end(tile) - start, per_tile = static_cast<int>(share.per_tile), within = lane % per_tile;
+                if (count == 0) continue;
                 const bool has_row = lane < kStageRows && within < count;
-                const std::uint8_t* row = run.values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? run.limit : 0)) * run.row_bytes;
+                const std::uint8_t* row = run.values + static_cast<std::int64_t>(start + within + (lane >= per_tile ? run.limit : 0)) * run.row_bytes;
                 for (int at = first; at < part_end; at += piece) {
                     const int bytes = min(piece, part_end - at);
                     work(has_row ? row + at : nullptr, bytes, bytes * count * (run.is_swiglu ? 2 : 1));
@@ -168,8 +177,16 @@ struct Worker {
         } else if (p.squares && warp < rows) {              // one for the row, which its sums are multiplied with
             const std::int64_t at = (p.x_rows ? p.x_rows[warp] : warp) * static_cast<std::int64_t>(p.num_squares);
             float sum = 0.0f;
-#pragma unroll 4
-            for (int index = lane; index < p.num_squares; index += 32) sum += __ldcg(p.squares + at + index);
+            for (int first_index = 0; first_index < p.num_squares; first_index += 32 * kHeldSquares) {  // all loads together
+                float held[kHeldSquares];
+#pragma unroll
+                for (int turn = 0; turn < kHeldSquares; ++turn) {
+                    const int index = first_index + 32 * turn + lane;
+                    held[turn] = index < p.num_squares ? __ldcg(p.squares + at + index) : 0.0f;
+                }
+#pragma unroll
+                for (const float one : held) sum += one;
+            }
             sum = warp_sum(sum);
             if (lane == 0) store_float(shared + At::kScales + 4 * (kStepRows + warp), rsqrtf(sum / p.columns + p.eps));
         }
@@ -246,7 +263,7 @@ struct Worker {
     }
 
     // What the eight warps have of a tile, put together; `column` counts its rows of x.
-    __device__ void finish_tile(const ProductPhase& p, const Share& share, int tile, bool is_first, bool is_last, const float (&sums)[4]) {
+    __device__ void finish_tile(const ProductPhase& p, int start, int end, int tile, bool is_first, bool is_last, const float (&sums)[4]) {
         constexpr int kColumns = At::kColumns;
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
         const std::uint32_t region = shared + At::kSums + sums_parity * At::kSumBytes;
@@ -281,8 +298,8 @@ struct Worker {
             if (within >= kStageRows / 2) return;
             value = silu(value) * load_float(region + 4 * ((within + kStageRows / 2) * kColumns + column));
         }
-        const int row = share.begin + tile * share.per_tile + within;
-        if (row >= share.end || column >= plan.rows) return;
+        const int row = start + within;
+        if (row >= end || column >= plan.rows) return;
         const std::int64_t to = column * p.out_stride + row;
         if (p.adds) value += load_value(p.out, p.out_dtype, to);
         store_value(p.out, p.out_dtype, to, value);
@@ -307,8 +324,11 @@ struct Worker {
     }
 
     __device__ void multiply_all(const ProductPhase& p, const DeltaNetCall* moved) {
-        const Share share(p.limit, p.is_swiglu);
-        if (share.num_tiles == 0) {
+        Share share(p.limit, p.is_swiglu);
+        share.spread = plan.spread;
+        bool has_rows = false;
+        for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) has_rows |= share.end(tile) > share.start(tile);
+        if (!has_rows) {
             if (moved) move_tails(*moved, plan.rows);
             if (p.rounded.norm) leave_squares(p.rounded);
             return;
@@ -322,10 +342,11 @@ struct Worker {
             const int count = min(p.staged_columns, p.columns - first);
             const bool is_last = first + count == p.columns;
             stage_x(p, moved, first, count, stride);
-            for (int tile = 0; tile < share.num_tiles; ++tile) {
+            for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) {
                 float sums[4] = {};
-                const int start = share.begin + tile * share.per_tile;
-                const int low_row = min(start + group, share.end - 1), high_row = min(p.is_swiglu ? low_row : start + group + 8, share.end - 1) + (p.is_swiglu ? p.limit : 0);
+                const int start = share.start(tile), end = share.end(tile);
+                if (start == end) continue;
+                const int low_row = min(start + group, end - 1), high_row = min(p.is_swiglu ? low_row : start + group + 8, end - 1) + (p.is_swiglu ? p.limit : 0);
                 if (is_float8) {
                     const float* low = p.weight.scales + static_cast<std::int64_t>(low_row >> 7) * p.weight.scale_stride;
                     const float* high = p.weight.scales + static_cast<std::int64_t>(high_row >> 7) * p.weight.scale_stride;
@@ -351,7 +372,7 @@ struct Worker {
                         if (lane == 0) arrive(ring.empty());
                     }
                 }
-                finish_tile(p, share, tile, first == 0, is_last, sums);
+                finish_tile(p, start, end, static_cast<int>(tile), first == 0, is_last, sums);
             }
         }
         if (p.rounded.norm) leave_squares(p.rounded);
@@ -401,7 +422,7 @@ struct Worker {
     static constexpr int kDeltaThreads = kOne ? kStepConsumers : 64, kDeltaParts = kStepConsumers / kDeltaThreads;
     template <typename Work>
     __device__ void for_deltas(const DeltaNetShape& shape, int part, const Work& work) const {
-        const int width = min(shape.value_dim, kDeltaWidth), parts = shape.value_dim / width, of_row = parts * shape.num_value_heads;
+        const int width = plan.delta_width, parts = shape.value_dim / width, of_row = parts * shape.num_value_heads;
         for (int task = blockIdx.x + part * gridDim.x; task < of_row * plan.rows; task += gridDim.x * kDeltaParts) work(task / of_row, task / parts % shape.num_value_heads, task % parts * width, width);
     }
 
@@ -504,7 +525,11 @@ std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num
 
 std::size_t delta_step_bytes() { return sizeof(DeltaNotes) * Worker<false>::kDeltaParts; }
 
-int delta_step_parts(const DeltaNetShape& shape) { return shape.value_dim / std::min(shape.value_dim, kDeltaWidth); }
+// Narrow, so that all multiprocessors have a part, but not so many that some have two.
+int delta_step_width(const Context& context, const DeltaNetShape& shape, int rows) {
+    const bool is_narrow = rows > 1 || shape.num_value_heads * shape.value_dim <= 32 * context.num_multiprocessors;
+    return std::min(shape.value_dim, is_narrow ? 32 : kDeltaWidth);
+}
 
 bool takes_delta_step(const DeltaNetShape& shape) {
     const bool is_power = shape.value_dim >= 4 && shape.value_dim <= 128 && (shape.value_dim & (shape.value_dim - 1)) == 0;

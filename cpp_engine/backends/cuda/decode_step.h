@@ -13,8 +13,9 @@ namespace pocket::cuda {
 constexpr int kStepRows = 8;                                // most rows of a step
 constexpr int kStepConsumers = 256;                         // threads of a block that compute; a warp beside them copies weights
 constexpr int kChunkBytes = 1024;                           // of a weight row that the eight warps multiply at a time
-inline int kPieceBytes = 1024;                           // of a weight row that one copy takes
-inline int kCopyWarps = 2, kMostPending = 4, kMostPrefetched = 0;
+inline bool step_spread = true;
+inline int kPieceBytes = 2048;                           // of a weight row that one copy takes
+inline int kCopyWarps = 1, kMostPending = 2, kMostPrefetched = 0;
 constexpr int kStageRows = 16;                              // of a weight, in a stage of the ring
 constexpr int kRowPadding = 64;                             // between rows in shared memory, so that two neighbours fall into different banks
 constexpr int kMostStages = 16;
@@ -24,7 +25,7 @@ constexpr int kKeptRows = 128;                              // weight rows of a 
 // What Gated DeltaNet leaves to the product after it: results with weight and gate, but without the factor of the norm, and the sums of squares for that.
 struct DeltaResults {
     std::uint16_t* values = nullptr;                        // bfloat16 [rows, value_size]
-    float* squares = nullptr;                               // [rows, value heads, parts of a head]
+    float* squares = nullptr;                               // [rows, value heads, delta_squares(value_dim)]
 };
 
 enum class PhaseKind : std::int32_t { embed, product, attention, combine, delta_net };
@@ -92,6 +93,8 @@ struct StepPlan {
     int rows = 0;
     int attention_group = 1;                                // query heads that one block takes
     int num_splits = 1;                                     // of attention's context
+    int delta_width = 0;                                    // value channels of a part of a head
+    bool spread = true;
     int num_stages = 0, piece_bytes = 0, copy_warps = 1, most_pending = 1, most_prefetched = 0;
     int work_bytes = 0;                                     // of shared memory for x, or for what a mixer needs
     std::uint32_t num_meetings = 0;
@@ -103,7 +106,8 @@ std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piec
 std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits);
 std::size_t delta_step_bytes();
 bool takes_delta_step(const DeltaNetShape& shape);
-int delta_step_parts(const DeltaNetShape& shape);           // of a head, each a block's
+int delta_step_width(const Context& context, const DeltaNetShape& shape, int rows);  // value channels that a block has
+constexpr int delta_squares(int value_dim) { return (value_dim + 31) / 32; }           // sums of squares of a head, of 32 channels each
 void decode_step(const Context& context, const StepPlan& plan);
 
 }  // namespace pocket::cuda

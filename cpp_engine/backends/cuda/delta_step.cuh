@@ -1,4 +1,4 @@
-// Gated DeltaNet of one row that computes one token, as a block or a part of one computes up to 32 value channels of one head: all but the factor of the norm, which
+// Gated DeltaNet of one row that computes one token, as a block or a part of one computes up to 64 value channels of one head: all but the factor of the norm, which
 // takes whole heads.
 //
 // Value channels do not touch each other. Parts of heads of one key head all read that key head's past inputs of the convolution, which are moved on when all parts
@@ -10,7 +10,7 @@
 
 namespace pocket::cuda {
 
-constexpr int kDeltaWidth = 32;                             // most value channels of a part
+constexpr int kDeltaWidth = 64;                             // most value channels of a part
 constexpr int kDeltaKeys = 128;                             // most key channels
 constexpr int kDeltaTaps = 4;
 
@@ -20,10 +20,10 @@ struct DeltaNotes {                                         // in shared memory
     float sums[3];
 };
 
-// Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth.
+// Value channels [first, first + width) of `head`; width a power of two from 4 to kDeltaWidth, or to 32 for less than 256 threads.
 template <int kThreads>
 __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, int head, int first, int width, const DeltaResults& results, DeltaNotes& notes) {
-    constexpr int kWarps = kThreads / 32, kTurns = (2 * kDeltaKeys + kDeltaWidth + kThreads - 1) / kThreads, kTaps = kDeltaTaps, kFours = kDeltaKeys * kDeltaWidth / 4 / kThreads;
+    constexpr int kWidth = kThreads == 256 ? kDeltaWidth : 32, kWarps = kThreads / 32, kTurns = (2 * kDeltaKeys + kWidth + kThreads - 1) / kThreads, kTaps = kDeltaTaps, kFours = kDeltaKeys * kWidth / 4 / kThreads;
     constexpr float kUnitEps = 1e-6f;
     const DeltaNetShape& shape = call.shape;
     const int part = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, share = shape.num_value_heads / shape.num_key_heads, key_head = head / share;
@@ -34,10 +34,10 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
     const float* tail = call.states.states + place * call.states.slot_stride + static_cast<std::int64_t>(shape.num_value_heads) * key_dim * value_dim;
     const std::int64_t channel_of_result = static_cast<std::int64_t>(head) * value_dim + first + thread;
     std::uint16_t* result = results.values + row * shape.value_size() + channel_of_result;
-    float* squares = results.squares + (static_cast<std::int64_t>(row) * shape.num_value_heads + head) * (value_dim / width) + first / width;
+    float* squares = results.squares + (static_cast<std::int64_t>(row) * shape.num_value_heads + head) * delta_squares(value_dim) + first / 32;
     if (slot < 0) {
         if (thread < width) *result = 0;
-        if (thread == 0) *squares = 0.0f;
+        if (thread % 32 == 0 && thread < width) squares[thread / 32] = 0.0f;
         return;
     }
     const bool has_state = call.step.positions[row] != 0;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
     }
     meet_part<kThreads>(part);
     const float query_factor = rsqrtf(notes.sums[0] + kUnitEps) * rsqrtf(static_cast<float>(key_dim)), key_factor = rsqrtf(notes.sums[1] + kUnitEps);
-    if (warp == 0) {
+    if (warp < kWidth / 32) {
         float read = 0.0f;
         if (thread < width) {
             float held_sum = 0.0f, asked_sum = 0.0f;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void step_delta(const DeltaNetCall& call, int row, in
             *result = *reinterpret_cast<const std::uint16_t*>(&gated);
         }
         read = warp_sum(read * read);
-        if (thread == 0) *squares = read;
+        if (thread % 32 == 0 && thread < width) squares[thread / 32] = read;
     }
     meet_part<kThreads>(part);
 #pragma unroll

@@ -84,7 +84,7 @@ void StepRecorder::linear(const Tensor& x, const Norm* norm, std::span<const Seg
         } else if (is_gated) {
             if (columns != source.shape.value_size() || source.shape.num_value_heads > kStepHeads || source.shape.num_value_heads == 1) return refuse();
             p.x = nullptr, p.x_stride = columns;
-            p.norm_columns = source.shape.value_dim, p.num_squares = delta_step_parts(source.shape), p.eps = source.weights.norm.eps;
+            p.norm_columns = source.shape.value_dim, p.num_squares = delta_squares(source.shape.value_dim), p.eps = source.weights.norm.eps;
         }
         p.out = static_cast<std::byte*>(out.data) + segment.first_row * static_cast<std::int64_t>(item_size(out.dtype));
         p.out_dtype = out.dtype, p.out_stride = out.stride;
@@ -117,8 +117,9 @@ void StepRecorder::delta_net(const DeltaNetCall& call) {
     if (!takes_delta_step(call.shape) || !is_aligned(call.states.states) || call.states.slot_stride % 4 != 0 || call.step.num_decode != call.step.num_tokens) return refuse();
     const auto rows = static_cast<std::size_t>(call.step.num_decode);
     results_size_ = std::max(results_size_, rows * static_cast<std::size_t>(call.shape.value_size()));
-    head_squares_ = std::max(head_squares_, rows * static_cast<std::size_t>(call.shape.num_value_heads * delta_step_parts(call.shape)));
+    head_squares_ = std::max(head_squares_, rows * static_cast<std::size_t>(call.shape.num_value_heads * delta_squares(call.shape.value_dim)));
     phase->delta_net = call;
+    plan_.delta_width = delta_step_width(context_, call.shape, call.step.num_decode);
     ungated_ = call.out.data;
 }
 
@@ -145,7 +146,7 @@ bool StepRecorder::cut_products() {
     }
     plan_.work_bytes = static_cast<int>((work + 127) / 128 * 128);
     plan_.num_stages = std::min(kMostStages, (room - plan_.work_bytes) / (kStageRows * (kPieceBytes + kRowPadding)));
-    plan_.piece_bytes = kPieceBytes, plan_.copy_warps = kCopyWarps, plan_.most_pending = kMostPending, plan_.most_prefetched = kMostPrefetched;
+    plan_.piece_bytes = kPieceBytes, plan_.copy_warps = kCopyWarps, plan_.most_pending = kMostPending, plan_.most_prefetched = kMostPrefetched, plan_.spread = step_spread;
     return plan_.num_stages >= kFewestStages;
 }
 
