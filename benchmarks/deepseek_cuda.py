@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepseek_cuda_table import table
 from llm_measures import MeasuredLLM
 from torch_cuda import Rows
 
@@ -31,6 +32,7 @@ from random_checkpoint import random_model
 from tree import ROOT
 
 PARTS = ("limits", "resident", "profile", "host")
+_SHORT = 16  # tokens of a prompt that hardly counts
 _COPY_BYTES = 2**28
 _TRIES = 5
 _REST = 0.2  # seconds of nothing before each product
@@ -44,8 +46,11 @@ def main() -> int:
     begin = time.perf_counter()
     directory = random_model(options.shape, "fp4", options.device, options.scratch)
     rows.add("checkpoint", options.shape, seconds=time.perf_counter() - begin)
-    costs = token_costs(open_checkpoint(directory))
-    rows.add("limits", "token", **costs)
+    checkpoint = open_checkpoint(directory)
+    costs = token_costs(checkpoint)
+    experts = sum(tensor.num_bytes for tensor in checkpoint.tensors if ".ffn.experts." in tensor.name)
+    share = checkpoint.config["num_experts_per_tok"] / checkpoint.config["n_routed_experts"]
+    rows.add("limits", "token", **costs, expert_bytes_per_token=experts * share)
     if "limits" in options.parts:
         limits = measure_cuda_limits(options.device, _REST)
         rows.add("limits", "device", **limits, **_copy_rates(options.device))
@@ -65,6 +70,7 @@ def main() -> int:
         "rows": list(rows),
     }
     (options.out / "deepseek_cuda.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n" + table(report))
     return 0
 
 
@@ -72,7 +78,7 @@ def _resident(directory: Path, options: argparse.Namespace, rows: Rows) -> None:
     ours = _open(directory, options, routed_experts_device="gpu" if options.device != "cpu" else "auto")
     rows.add("resident", "load", seconds=ours.load_seconds, capabilities=json.loads(json.dumps(ours.capabilities, default=str)))
     if "resident" in options.parts:
-        _decode("resident", ours, options, rows)
+        _decode("resident", ours, (_SHORT, options.context), options, rows)
         for tokens in options.prompts:
             _rate(rows, "resident", f"prefill 1x{tokens}", ours.prefill(1, tokens, options.samples))
     if "profile" in options.parts:
@@ -87,11 +93,10 @@ def _host(directory: Path, options: argparse.Namespace, rows: Rows) -> None:
     ours = _open(directory, options, routed_experts_device="cpu", routed_experts_memory=options.expert_memory)
     rows.add("host", "load", seconds=ours.load_seconds, capabilities=json.loads(json.dumps(ours.capabilities, default=str)))
     before = ours.expert_stats()
-    _decode("host", ours, options, rows)
-    after = ours.expert_stats()
+    _decode("host", ours, (_SHORT,), options, rows)
+    after = ours.expert_stats()  # its prompts have few tokens beside the answers'
     rows.add("host", "experts", **{name: float(after[name] - before[name]) for name in ("lookups", "hits")}, cached_bytes=float(after["bytes"]))
-    for tokens in options.prompts[:1]:
-        _rate(rows, "host", f"prefill 1x{tokens}", ours.prefill(1, tokens, 1))
+    _rate(rows, "host", f"prefill 1x{options.prompts[0]}", ours.prefill(1, options.prompts[0], 1))
     ours.close()
 
 
@@ -106,8 +111,8 @@ def _open(directory: Path, options: argparse.Namespace, **more: Any) -> Measured
     return MeasuredLLM(directory, options.device, args, options.seed)
 
 
-def _decode(section: str, ours: MeasuredLLM, options: argparse.Namespace, rows: Rows) -> None:
-    for context in (16, options.context):
+def _decode(section: str, ours: MeasuredLLM, contexts: tuple[int, ...], options: argparse.Namespace, rows: Rows) -> None:
+    for context in contexts:
         found = ours.decode(1, context, options.steps, options.samples)
         _rate(rows, section, f"decode 1x{context}", [sample.rate for sample in found], steps=min(sample.steps for sample in found))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ class _Choice:
         self._reading = reading
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.has_begun = False
+        self.sum_logprobs = 0.0
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.token_ids: list[int] = []
@@ -52,6 +54,11 @@ class _Choice:
     @property
     def tells_of_prompt(self) -> bool:
         return bool(self.echo) or self._row.prompt_logprobs is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the generated tokens; an answer without any has none, and comes behind all others."""
+        return self.sum_logprobs / len(self.token_ids) if self.token_ids else -math.inf
 
     def begin(self, step: StepOutput) -> None:
         """The first step, which has what is told of the prompt."""
@@ -107,10 +114,23 @@ class AnswerReader:
         Raises:
             The first failure, where no choice has finished or the request was cancelled.
         """
-        finished = [choice.output() for choice in self._choices if choice.finish_reason is not None]
+        finished = [choice.output() for choice in self._best() if choice.finish_reason is not None]
         if not finished or isinstance(self.failure, RequestCancelledError):
             raise self.failure or unfinished(self.prepared.request_id)
+        if self.prepared.num_best is not None:
+            finished = [replace(choice, index=index) for index, choice in enumerate(finished)]
         return GenerationOutput(self.prepared.request_id, tuple(finished), self.usage())
+
+    def _best(self) -> list[_Choice]:
+        """All candidates, or of each prompt's the best that have finished, best first."""
+        wanted, size = self.prepared.num_best, self.prepared.rows_per_prompt
+        if wanted is None:
+            return self._choices
+        best: list[_Choice] = []
+        for first in range(0, len(self._choices), size):
+            finished = [choice for choice in self._choices[first : first + size] if choice.finish_reason is not None]
+            best += sorted(finished, key=lambda choice: -choice.mean_logprob)[:wanted]
+        return best
 
     def usage(self) -> Usage:
         """Token counts of all choices so far."""
@@ -131,6 +151,8 @@ class AnswerReader:
         choice.num_generated = step.num_generated
         choice.cached_tokens = max(choice.cached_tokens, step.cached_tokens)
         choice.token_ids += token_ids
+        if self.prepared.num_best is not None:
+            choice.sum_logprobs += sum(ranks.logprob for ranks in step.logprobs)
         text = reasoning = ""
         if token_ids and not answer.is_stopped:
             piece = answer.feed(token_ids, step.logprobs)

@@ -28,9 +28,8 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.inbox import Inbox
 from pocketllm.parallel.rank import Rank
-from pocketllm.protocol.features import features
-from pocketllm.protocol.messages import render_role_content
-from pocketllm.protocol.refusals import summary
+from pocketllm.protocol.features import VOCABULARY_FEATURES, Surface, features
+from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
 from pocketllm.row_terms import check_min_tokens, row_terms, stop_token_ids
@@ -38,7 +37,10 @@ from pocketllm.sampling_params import MAX_SEED
 from pocketllm.splitmix import splitmix64
 from pocketllm.text.answer import Reading
 from pocketllm.text.chat_template import PromptFormat, load_chat_template
-from pocketllm.text.grammar import AfterReasoning, GrammarCompiler
+from pocketllm.text.conversation import render_conversation
+from pocketllm.text.grammar import GrammarCompiler
+from pocketllm.text.infill import find_infill_markers
+from pocketllm.text.reasoned import AfterReasoning
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -82,6 +84,8 @@ class GenerationService:
         self._defaults = defaults
         self._seeds = random.Random(seed) if seed is not None else secrets.SystemRandom()
         self._reasoning = find_markers(tokenizer)
+        self._infill = find_infill_markers(tokenizer)
+        self._call_id = tokenizer.backend.token_to_id(CALL_TOKEN)
         self._syntax = find_syntax(None if chat_template is None else chat_template.source, model_type)
         self._grammars = GrammarCompiler(tokenizer, backend.capabilities.vocab_size)
         self._has_warned_of_tools = False
@@ -117,7 +121,11 @@ class GenerationService:
     @property
     def features(self) -> frozenset[str]:
         """Everything that is acted on, by the plane and by the host."""
-        return features(self.capabilities, "full")
+        return self.features_of("full")
+
+    def features_of(self, surface: Surface) -> frozenset[str]:
+        """Those of them that `surface` shows."""
+        return features(self.capabilities, surface, frozenset() if self._infill is None else frozenset(VOCABULARY_FEATURES))
 
     def health(self) -> Health:
         return self.backend.health()
@@ -168,7 +176,7 @@ class GenerationService:
             UnsupportedFeatureError: a schema can't be honoured.
             ContextLengthExceededError: prompt and budget do not fit into the context.
         """
-        first, rows_per_prompt = requests[0], requests[0].sampling.n
+        first, rows_per_prompt = requests[0], requests[0].sampling.num_candidates
         is_single = len(requests) * rows_per_prompt == 1
         terms = row_terms(first.sampling, self.tokenizer, self.capabilities.vocab_size)
         rows: list[EngineRequest] = []
@@ -184,19 +192,21 @@ class GenerationService:
                 rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice), terms))
         reading = replace(self._reading(first, rows[0].prompt_token_ids), echoes=tuple(echoes))
         form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
+        if form.grammar is not None and first.sampling.ignore_eos:
+            raise ConfigurationError(
+                '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
+                param="ignore_eos",
+            )
         if form.grammar is not None:
-            if first.sampling.ignore_eos:
-                raise ConfigurationError(
-                    '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
-                    param="ignore_eos",
-                )
             eos = rows[0].stop_token_ids.union(self._defaults.eos_token_ids)  # a form ends there, whatever was echoed
-            rows = [replace(row, constraint=self._constraint(form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
+            rows = [replace(row, constraint=self._constraint(first, form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
+        elif first.thinking_budget is not None:
+            rows = [replace(row, constraint=self._constraint(first, form, reading)) for row in rows]
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and self._syntax is not None and reading.reasoning is not None:
-            reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
-        return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
+            reading = replace(reading, call_id=self._call_id)
+        return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading, first.sampling.n if rows_per_prompt > first.sampling.n else None)
 
     def prepare_grammars(self) -> None:
         """Do beforehand what the first answer that is held to a grammar would have to wait for, and with it every other request."""
@@ -227,7 +237,7 @@ class GenerationService:
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
             seed=seed,
             eos_token_ids=stops if ignores_eos else stops.union(defaults.eos_token_ids),
-            logprobs=sampling.logprobs,
+            logprobs=0 if sampling.logprobs is None and sampling.num_candidates > sampling.n else sampling.logprobs,
             prompt_logprobs=max(ranks, default=None),
             stop_token_ids=stops,
             ignores_eos=ignores_eos,
@@ -235,12 +245,22 @@ class GenerationService:
             priority=sampling.priority,
         )
 
-    def _constraint(self, form: AnswerForm, reading: Reading) -> TokenConstraint:
-        assert form.grammar is not None
-        eos = frozenset(self._defaults.eos_token_ids)
-        constraint = self._grammars.constraint(form.grammar, eos, param=form.param)
-        markers = reading.reasoning
-        return constraint if markers is None else AfterReasoning(constraint, markers.start_id, markers.end_id, eos, is_open=reading.is_reasoning)
+    def _constraint(self, request: GenerationRequest, form: AnswerForm, reading: Reading) -> TokenConstraint:
+        eos, budget, markers = frozenset(self._defaults.eos_token_ids), request.thinking_budget, reading.reasoning
+        constraint = None if form.grammar is None else self._grammars.constraint(form.grammar, eos, param=form.param)
+        if markers is None:
+            if constraint is None or budget is not None:
+                raise refusal("thinking_token_budget", budget, "the reasoning of this model has no marks", 'Leave "thinking_token_budget" out', is_shape=False)
+            return constraint
+        return AfterReasoning(
+            constraint,
+            markers.start_id,
+            markers.end_id,
+            eos,
+            is_open=reading.is_reasoning,
+            budget=budget,
+            call_id=self._call_id if constraint is None and self._syntax is not None else None,
+        )
 
     def _reading(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> Reading:
         stop = request.sampling.stop_sequences
@@ -258,13 +278,15 @@ class GenerationService:
         prompt, variables = request.prompt, self._template_variables(request)
         if not isinstance(prompt, str):
             ids = tuple(prompt)
-        elif variables and self.chat_template is not None:
-            ids = tuple(self.tokenizer.encode(self.chat_template.render(**variables), add_special_tokens=False))
         elif variables:
-            text = render_role_content(variables["messages"], add_generation_prompt=variables["add_generation_prompt"])
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=True))
+            text = render_conversation(self.chat_template, variables, continues=request.continues)
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=self.chat_template is None))
         else:
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+        if request.suffix and self._infill is not None:
+            start = tuple(self.tokenizer.encode("", add_special_tokens=True))  # a BOS, which comes before the markers
+            start = start if start == ids[: len(start)] else ()
+            ids = start + self._infill.prompt(ids[len(start) :], self.tokenizer.encode(request.suffix, add_special_tokens=False))
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size

@@ -135,4 +135,6 @@ def build_request(prompt: str | Sequence[int], sampling_params: SamplingParams |
     requests = [replace(request, is_streamed=True) for request in build_requests(prompt, sampling_params, request_id, features)]
     if len(requests) != 1:
         raise ConfigurationError(f'"prompt" holds {len(requests)} prompts: a stream takes one. Use generate() for several.', param="prompt")
+    if requests[0].sampling.num_candidates > requests[0].sampling.n:
+        raise ConfigurationError('"best_of" is known when all candidates have ended, so no stream has it: use generate(), or leave it out.', param="best_of")
     return requests[0]

@@ -43,6 +43,9 @@ class SamplingParams(metaclass=_Keywords):
         stop: a string or several; the first occurrence of any of them in the answer ends it and is not part of it [none].
         logprobs: how many alternatives to rank at each token, 0 to 20; 0 gives the token's own log probability alone [no log probabilities].
         prompt_logprobs: the same for each token of the prompt but the first. With it max_tokens may be 0, and then nothing is generated [none].
+        best_of: so many candidates, at least n and at most 128, of which the n with the highest mean log probability of a token are the choices [n].
+        structured_outputs: the form of the answer, as vLLM has it: {"regex": ...}, {"choice": [...]}, {"grammar": ...} in Lark, {"json": schema} or
+            {"json_object": True} [none].
         frequency_penalty: taken from an id's logit for each time that it is in the answer so far, -2 to 2 [0].
         presence_penalty: taken from the logit of each id that is in the answer so far, -2 to 2 [0].
         repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; above 0, at most 2 [1].
@@ -71,6 +74,8 @@ class SamplingParams(metaclass=_Keywords):
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    best_of: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -89,6 +94,11 @@ class SamplingParams(metaclass=_Keywords):
         check_values(self)
         for name, value in resolved_values(self).items():  # 2.0 is a whole number, and no number of choices is one choice
             object.__setattr__(self, name, value)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many answers are generated to one prompt."""
+        return self.best_of or self.n
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:

@@ -42,12 +42,12 @@ for wanted in "${parts[@]}"; do
       ;;
     test) part ctest 200 2500 ctest --test-dir "$build" --output-on-failure -R "linear|attention|delta|sample|model_runner|trained_model" ;;
     sanitize)
-      # All at once: each keeps one processor busy and the GPU hardly at all.
+      # All at once: each keeps one processor busy and the GPU hardly at all. One test asks for memory that is not there, so calls that fail are no errors here.
       pids=()
-      for tool in memcheck racecheck initcheck; do
+      for tool in "memcheck --report-api-errors no" racecheck initcheck; do
         for test in linear attention delta_net sample; do
           (
-            shown=$(TEST_DEVICE=cuda part "$tool-$test" "${SANITIZE_SECONDS:-150}" 500 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 3 "$build/test_$test")
+            shown=$(TEST_DEVICE=cuda part "${tool%% *}-$test" "${SANITIZE_SECONDS:-150}" 500 compute-sanitizer --tool $tool --error-exitcode 9 --print-limit 3 "$build/test_$test")
             code=$?
             echo "$shown"
             exit $code

@@ -18,13 +18,13 @@ from pocketllm.backends.cpp import CppBackend
 from pocketllm.backends.torch import TorchBackend
 from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
 from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
-from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, features
+from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, VOCABULARY_FEATURES, features
 from pocketllm.protocol.fields import FIELDS, RULES, Endpoint, Field
 
 ROOT = Path(__file__).resolve().parent.parent
 # What each plane declares, with the server's own features.
 PLANES = {
-    name: features(Capabilities(name, "", 0, 0, 0, **dict.fromkeys(plane.DECLARES, True)), "full")  # type: ignore[arg-type]
+    name: features(Capabilities(name, "", 0, 0, 0, **dict.fromkeys(plane.DECLARES, True)), "full", frozenset(VOCABULARY_FEATURES))  # type: ignore[arg-type]
     for name, plane in (("torch", TorchBackend), ("cpp", CppBackend))
 }
 sys.path.append(str(ROOT / "scripts"))  # it runs as a module too
@@ -77,9 +77,11 @@ def feature_table() -> str:
     """Where each feature comes from."""
     rows = [(f"`{name}`", "always", _sentence(words)) for name, words in HOST_FEATURES.items()]
     rows += [(f"`{name}`", "where the engine declares `structured_outputs`", _sentence(words)) for name, words in GRAMMAR_FEATURES.items()]
+    rows += [(f"`{name}`", "where the engine declares `logprobs`", _sentence(words)) for name, words in RANKING_FEATURES.items()]
+    rows += [(f"`{name}`", "where the vocabulary has tokens for it", _sentence(words)) for name, words in VOCABULARY_FEATURES.items()]
     flags = {option.name for option in dataclasses.fields(Capabilities)}
     for name in dict.fromkeys(rule.feature for rule in RULES if rule.feature is not None):
-        if name not in HOST_FEATURES and name not in GRAMMAR_FEATURES:
+        if name not in {**HOST_FEATURES, **GRAMMAR_FEATURES, **RANKING_FEATURES, **VOCABULARY_FEATURES}:
             fields = ", ".join(dict.fromkeys(f"`{rule.field}`" for rule in RULES if rule.feature == name))
             planes = [plane for plane, acted_on in PLANES.items() if name in acted_on]
             there = "on no engine yet" if name not in flags or not planes else f"where the engine declares it: the {' and the '.join(planes)} plane"

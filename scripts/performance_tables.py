@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))  # its programs import each other by file name
 
+import deepseek_cuda_table  # noqa: E402
+
 import cuda_table  # noqa: E402
 import native_cpu_table  # noqa: E402
 import native_cuda_table  # noqa: E402
@@ -27,6 +29,7 @@ _TITLES = {
     "native_cuda": "The native engine on a GPU",
     "serving": "The HTTP front end, no model",
     "torch_cuda": "The torch plane on a GPU",
+    "deepseek_cuda": "DeepSeek-V4's layers on the torch plane on a GPU",
     "serving_cuda": "Over HTTP on a GPU",
     "load_generator": "The load generator against a known schedule",
     "compare": "`pocketllm bench compare`",
@@ -200,6 +203,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "native_cuda": native_cuda_table.table,
     "serving": serving_table.table,
     "torch_cuda": cuda_table.table,
+    "deepseek_cuda": deepseek_cuda_table.table,
     "serving_cuda": _serving_cuda_table,
     "load_generator": _load_generator_table,
     "compare": comparison_table,

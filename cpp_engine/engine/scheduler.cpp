@@ -141,7 +141,7 @@ int Scheduler::prompt_budget() const {
 // A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there.
 bool Scheduler::start(Row& row) {
     std::vector<std::int32_t> blocks = pool_.match_prefix(row.token_ids);
-    if (row.request.prompt_logprobs) {                                 // what is not computed can't be ranked
+    if (row.request.prompt_logprobs && row.num_ranked + 1 < static_cast<int>(row.request.prompt_token_ids.size())) {  // what is not computed can't be ranked
         blocks.resize(std::min(blocks.size(), static_cast<std::size_t>(row.num_ranked / pool_.block_size())));
     }
     if (states_) {

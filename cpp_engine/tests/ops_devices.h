@@ -18,7 +18,9 @@ namespace pocket::ops {
 // device alone: a tool that slows a GPU down a hundred times need not wait for the others.
 inline void on_every_device(const std::function<void(Device&, const std::string&)>& test) {
     const char* const only = std::getenv("TEST_DEVICE");
-    for (const std::string& name : only ? std::vector<std::string>{only} : linked_devices()) {
+    std::vector<std::string> names = linked_devices();
+    if (only) names.assign(1, only);
+    for (const std::string& name : names) {
         if (name == "cpu") continue;
         const std::unique_ptr<Device> device = make_device(name, 0);
         test(*device, name);

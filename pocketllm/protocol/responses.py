@@ -15,6 +15,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of event streams skip
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -53,21 +54,26 @@ def dump_in_pieces(body: Mapping[str, Any]) -> bytes:
     return "".join(_pieces(body, 5)).encode("utf-8", "backslashreplace")
 
 
-def _pieces(value: Any, depth: int) -> Iterator[str]:
+def _pieces(value: Any, depth: int, encode: Callable[[Any], str] = _encode) -> Iterator[str]:
     if not depth or not value or not isinstance(value, (dict, list)):
-        yield _encode(value)
+        yield encode(value)
         return
     mark = "{" if isinstance(value, dict) else "["
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield f"{mark}{_encode(key)}:" if isinstance(value, dict) else mark
-        yield from _pieces(item, depth - 1)
+        yield f"{mark}{encode(key)}:" if isinstance(value, dict) else mark
+        yield from _pieces(item, depth - 1, encode)
         mark = ","
     yield "}" if isinstance(value, dict) else "]"
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
     """One server-sent event. Its JSON is ASCII: some clients take U+2028 and its kin in a text for the end of a line."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n\n"
+    return b"data: " + _encode_ascii(body).encode("ascii") + b"\n\n"
+
+
+def _sse_in_pieces(body: Mapping[str, Any]) -> bytes:
+    """As `sse`, for a large body on a thread of its own; see dump_in_pieces."""
+    return b"data: " + "".join(_pieces(body, 5, _encode_ascii)).encode("ascii") + b"\n\n"
 
 
 class AnswerBody(Protocol):
@@ -172,7 +178,9 @@ class CompletionBody:
         if event.logprobs or event.prompt_logprobs is not None:
             offsets = self._offsets.setdefault(event.index, TextOffsets())
             ranks = {"content": content_ranks(event.logprobs), **legacy_ranks(event.logprobs, event.prompt_logprobs or (), event.echo, offsets)}
-            found = self._chunks.event([{**self._text(event.index, event.echo + event.text, None), "logprobs": ranks}])
+            found = self._chunks.event(
+                [{**self._text(event.index, event.echo + event.text, None), "logprobs": ranks}], is_large=event.prompt_logprobs is not None
+            )
         elif event.echo or event.text:
             found = self._chunks.text(event.index, event.echo + event.text, self._empty)
         if event.finish_reason is not None:
@@ -204,11 +212,11 @@ class _Chunks:
         self._has_details = has_details
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
-    def event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def event(self, choices: list[dict[str, Any]], usage: Usage | None = None, *, is_large: bool = False) -> bytes:
         body = {**self._head, "choices": choices}
         if self._include_usage:
             body["usage"] = usage_body(usage, has_details=self._has_details) if usage is not None else None
-        return sse(body)
+        return _sse_in_pieces(body) if is_large else sse(body)
 
     def text(self, index: int, text: str, empty: Callable[[int], dict[str, Any]]) -> bytes:
         """The chunk that adds `text`; `empty` is that chunk with an empty text, whose frame is kept, so that a token costs one concatenation."""

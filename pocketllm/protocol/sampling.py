@@ -26,10 +26,34 @@ _TERMS = (
     "bad_words",
     "priority",
 )
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed", "n", "stop", "logprobs", "top_logprobs", "prompt_logprobs", *_TERMS)
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "stop",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+    *_TERMS,
+)
 _REALS = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.name in _TERMS}
-_SAME = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs", "prompt_logprobs")  # in a request and in SamplingParams
+_SAME = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+)  # in a request and in SamplingParams
 _SPELLED = {"max_completion_tokens": "Use max_tokens", "top_logprobs": "Use logprobs, the number of alternatives"}
 
 
@@ -39,7 +63,9 @@ def sampling_from(body: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams
     logprobs = body.get("logprobs")
     if endpoint == "chat":
         logprobs = (body.get("top_logprobs") or 0) if logprobs else None
-    rest: dict[str, Any] = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop", "prompt_logprobs", *_TERMS)}
+    rest: dict[str, Any] = {
+        name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop", "prompt_logprobs", "best_of", "structured_outputs", *_TERMS)
+    }
     if budget == 0 and rest["prompt_logprobs"] is None:
         rest["prompt_logprobs"] = 0  # of an echo: without an answer the prompt has to be what is asked about
     return SamplingParams(max_tokens=budget, logprobs=logprobs, **rest)
@@ -65,7 +91,7 @@ def check_values(sampling: SamplingParams) -> None:
 
 def resolved_values(sampling: SamplingParams) -> dict[str, Any]:
     """The fields of `sampling`, once `check_values` has passed it, as later code reads them: whole numbers as ints, sequences as tuples, defaults for None."""
-    whole = ("max_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "min_tokens", "priority")
+    whole = ("max_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "best_of", "min_tokens", "priority")
     found: dict[str, Any] = {name: whole_number(getattr(sampling, name)) for name in whole}
     found |= {name: None if (value := getattr(sampling, name)) is None else float(value) for name in _REALS}
     found["ignore_eos"] = sampling.ignore_eos

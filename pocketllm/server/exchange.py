@@ -88,7 +88,7 @@ class _Exchange:
     ) -> None:
         self._state = state
         self._id = requests[0].request_id
-        self._num_choices = sum(request.sampling.n for request in requests)
+        self._num_choices = sum(request.sampling.num_candidates for request in requests)
         self._answer = answer
         self._clock = clock
         self._headers = {"x-request-id": self._id}
@@ -172,7 +172,10 @@ class _Exchange:
         while not self._tokens.is_done:
             until = min(deadline, silence)
             events = await self._tokens.next_events(until if until < math.inf else None)
-            chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
+            if any(event.prompt_logprobs for event in events):  # may be megabytes
+                chunk = await asyncio.to_thread(lambda found: b"".join(map(self._chunk, found)), events)
+            else:
+                chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
             now = time_of()
             is_late = now >= deadline and not self._tokens.is_done
             if not chunk and now >= silence and not is_late:

@@ -281,7 +281,8 @@ class Engine:
             self._cached_tokens += cached
         output = StepOutput(row.request.request_id, update.token_ids, update.num_generated, update.finish_reason, cached)
         output.logprobs = draw.logprobs if update.token_ids else ()
-        output.prompt_logprobs = row.take_prompt_logprobs()
+        if row.prompt_logprobs:
+            output.prompt_logprobs, row.prompt_logprobs = tuple(row.prompt_logprobs), []
         self._emit(output)
 
     def _emit(self, output: StepOutput) -> None:

@@ -19,7 +19,7 @@ from pocketllm.torch_engine.logit_edits import edits_of
 from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
-from pocketllm.torch_engine.prompt_ranks import PromptRanks
+from pocketllm.torch_engine.prompt_ranks import PromptRanks, prompt_ranks
 from pocketllm.torch_engine.runner import Draw, Ranked, Result
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
@@ -92,9 +92,9 @@ class GpuRunner:
         sampling = [place for place in order if step[place].samples]
         words, errors = masks.take_all([step[place].row for place in sampling])
         shape = StepShape.of(rows)
-        ranks = PromptRanks(rows, order)
+        ranks = prompt_ranks(rows, order)
         # What a graph gives is of the last tokens alone.
-        fixed = None if ranks else next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
+        fixed = None if ranks is not None else next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
         step_inputs = StepInputs(shape, self.max_rows, self.device) if fixed is None else fixed.inputs
         step_inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
         requests = [step[place].row.request for place in sampling]
@@ -102,7 +102,7 @@ class GpuRunner:
             edits = {sample: found for sample, place in enumerate(sampling) if (found := edits_of(step[place].row)) is not None}
             draws, slots = [step[place].row.num_generated for place in sampling], [step[place].row.slot for place in sampling] if edits else ()
             self._sampler.prepare(requests, draws, words, edits, slots)
-        if ranks:
+        if ranks is not None:
             hidden = self._hidden(step_inputs)
             ranks.compute(hidden, self.model)
             output = self._wanted(hidden, step_inputs)
@@ -162,7 +162,7 @@ class GpuFlight:
         requests: of those.
         errors: by sample, of rows whose mask failed.
         drawn: what they drew, in their order; None where none samples.
-        ranks: of the prompts that are ranked.
+        ranks: of the prompts that are ranked; None where none is.
     """
 
     def __init__(
@@ -171,12 +171,14 @@ class GpuFlight:
         requests: Sequence[EngineRequest],
         errors: Mapping[int, BaseException],
         drawn: DrawnTokens | None,
-        ranks: PromptRanks,
+        ranks: PromptRanks | None,
     ) -> None:
         self._places, self._requests, self._errors, self._drawn, self._ranks = places, requests, errors, drawn, ranks
 
     def result(self) -> dict[int, Result]:
         results = self._draws()
+        if self._ranks is None:
+            return results
         for place, found in self._ranks.wait().items():
             drawn = results.get(place)
             if drawn is None:

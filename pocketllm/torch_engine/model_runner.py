@@ -76,17 +76,8 @@ class ModelRunner:
         if batch.sampling:
             drawn = self._draw(self.model.logits(hidden[batch.sample_index]), [scheduled.row for scheduled in batch.sampling], masks)
             results = {places[id(scheduled)]: result for scheduled, result in zip(batch.sampling, drawn, strict=True)}
-        first = 0
-        for scheduled in batch.rows:
-            if ranked := scheduled.ranked:
-                place, begin = places[id(scheduled)], first + ranked.start - 1 - scheduled.row.num_computed_tokens
-                found = self._rank(hidden[begin : begin + len(ranked)], scheduled.ranked_ids, scheduled.row)
-                drawn_too = results.get(place)
-                if drawn_too is None:
-                    results[place] = Ranked(found)
-                elif isinstance(drawn_too, Draw):
-                    results[place] = replace(drawn_too, prompt_logprobs=found)
-            first += scheduled.num_tokens
+        if any(scheduled.row.request.prompt_logprobs is not None for scheduled in step):
+            self._rank_prompts(batch, hidden, places, results)
         if not math.isfinite(float(hidden.sum())):
             for scheduled in self._clear_broken(batch, hidden):
                 results[places[id(scheduled)]] = not_finite()
@@ -110,6 +101,20 @@ class ModelRunner:
             else:
                 results.append(Draw(token_id, (rank(logits[place], token_id, request.logprobs),)))
         return results
+
+    def _rank_prompts(self, batch: Batch, hidden: torch.Tensor, places: Mapping[int, int], results: dict[int, Result]) -> None:
+        """Add to `results` the log probabilities of the prompt tokens that `hidden` [num_tokens, hidden_size] ranks."""
+        first = 0
+        for scheduled in batch.rows:
+            if ranked := scheduled.ranked:
+                place, begin = places[id(scheduled)], first + ranked.start - 1 - scheduled.row.num_computed_tokens
+                found = self._rank(hidden[begin : begin + len(ranked)], scheduled.ranked_ids, scheduled.row)
+                drawn_too = results.get(place)
+                if drawn_too is None:
+                    results[place] = Ranked(found)
+                elif isinstance(drawn_too, Draw):
+                    results[place] = replace(drawn_too, prompt_logprobs=found)
+            first += scheduled.num_tokens
 
     def _rank(self, hidden: torch.Tensor, token_ids: Sequence[int], row: Row) -> tuple[TokenLogprobs, ...]:
         """Log probabilities of `token_ids`, the first by hidden[0] [num_tokens, hidden_size] and so on; logits of few tokens are there at once."""

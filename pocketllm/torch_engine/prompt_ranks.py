@@ -13,8 +13,16 @@ from pocketllm.torch_engine.models.model import Model
 from pocketllm.torch_engine.scheduler import ScheduledRow
 
 
+def prompt_ranks(rows: Sequence[ScheduledRow], places: Sequence[int]) -> PromptRanks | None:
+    """What the rows of one step ask for of their prompts, or None where none does. Arguments are those of PromptRanks."""
+    if all(one.row.request.prompt_logprobs is None for one in rows):
+        return None
+    found = PromptRanks(rows, places)
+    return found if found.num_ranked else None
+
+
 class PromptRanks:
-    """What the rows of one step ask for of their prompts; falsy where none does.
+    """What the rows of one step ask for of their prompts.
 
     Args:
         rows: in the order of their tokens, those that compute one token first.
@@ -37,8 +45,9 @@ class PromptRanks:
                 self._ids += one.ranked_ids
             first += one.num_tokens
 
-    def __bool__(self) -> bool:
-        return bool(self._rows)
+    @property
+    def num_ranked(self) -> int:
+        return len(self._tokens)
 
     def compute(self, hidden: torch.Tensor, model: Model) -> None:
         """Queue the ranking of tokens by `hidden` [num_tokens, hidden_size] float32, and the way of the results to the host."""
@@ -62,8 +71,7 @@ class PromptRanks:
 
     def wait(self) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Wait for the device: by place in the step, what each row's ranked tokens were given."""
-        if self._packed is None:
-            return {}
+        assert self._packed is not None, "computed before"
         if self._ready is not None:
             self._ready.synchronize()
         num_top = (self._packed.shape[1] - 1) // 2  # a small vocabulary has no more

@@ -82,11 +82,6 @@ class Row:
     def num_pending_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """All of them, once."""
-        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        return taken
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
@@ -319,7 +314,7 @@ class Scheduler:
     def _start(self, row: Row) -> bool:
         """A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there."""
         cached = self.pool.match_prefix(row.token_ids)
-        if row.request.prompt_logprobs is not None:  # what is not computed can't be ranked
+        if row.request.prompt_logprobs is not None and row.num_ranked < len(row.request.prompt_token_ids) - 1:  # what is not computed can't be ranked
             cached = cached[: row.num_ranked // self.pool.block_size]
         if self.states is not None:
             while cached and not self.states.has(self.pool.digest_of(cached[-1])):

@@ -27,7 +27,7 @@ REQUEST = EngineRequest("a", (1, 2, 3), 400)
 
 
 def backend_of(directory: Path = TRAINED, **options: Any) -> CppBackend:
-    defaults = {"dtype": "float32", "max_model_len": 512, "max_batch_size": 4, "backend_options": {"num_threads": 1}}
+    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_batch_size": 4, "backend_options": {"num_threads": 1}}
     return CppBackend(EngineArgs(**{**defaults, **options}), open_checkpoint(directory))
 
 
@@ -43,7 +43,7 @@ def backend(native: Any) -> Iterator[CppBackend]:
     backend.close()
 
 
-def test_capabilities_are_the_engine_s(backend: CppBackend) -> None:
+def test_capabilities_are_the_engine_s(native: Any, backend: CppBackend) -> None:
     found = backend.capabilities
     assert (found.backend, found.device, found.max_slots, found.context_length) == ("cpp", "cpu", 4, 512)
     assert found.vocab_size == json.loads((TRAINED / "config.json").read_text())["vocab_size"]
@@ -57,7 +57,7 @@ def test_capabilities_are_the_engine_s(backend: CppBackend) -> None:
     assert found.structured_outputs
     assert found.speculative_methods == ()
     assert found.details["compute_dtype"] == "float32"
-    assert found.details["linked_backend"] == "cpu"
+    assert found.details["linked_backend"] == native.backend
     assert (found.details["num_threads"], found.details["eos_source"]) == (1, "engine")
 
 

@@ -62,16 +62,16 @@ def test_on_the_plane_of_the_gpu(tmp_path: Path) -> None:
     engine = Engine(lambda check_open: (plane.scheduler, plane.runner))
     try:
         engine.wait_until_built()
-        prompts = [prompt_of(length, length) for length in (18, 1, 5)]
+        prompts = [prompt_of(length, length) for length in (18, 5)]  # few, since Triton's interpreter takes a second a token
         requests = [EngineRequest(f"row {place}", tuple(prompt), place, prompt_logprobs=7 * place) for place, prompt in enumerate(prompts)]
-        requests.append(EngineRequest("plain", tuple(prompts[2]), 2))
+        requests.append(EngineRequest("plain", tuple(prompts[1]), 1))
         listeners = [Listener() for _ in requests]
         for request, listener in zip(requests, listeners, strict=True):
             engine.submit(request, listener)
         for place, (prompt, listener) in enumerate(zip(prompts, listeners, strict=False)):
-            assert len(listener.token_ids) == place == listener.end().num_generated
+            assert listener.end().num_generated == len(listener.token_ids) == place
             check_ranks(oracle, tuple(prompt), listener, 7 * place)
-        assert listeners[3].end().finish_reason == "length"
-        assert listeners[3].token_ids == listeners[2].token_ids
+        assert listeners[2].end().finish_reason == "length"
+        assert listeners[2].token_ids == listeners[1].token_ids
     finally:
         engine.close()

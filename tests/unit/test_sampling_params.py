@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pocketllm import ConfigurationError, SamplingParams, UnsupportedFeatureError
+from pocketllm import ConfigurationError, SamplingParams
 from pocketllm.errors import PocketLLMError
 from pocketllm.protocol.fields import check_fields
 from pocketllm.protocol.sampling import check_sampling, sampling_fields, sampling_from
@@ -113,21 +113,7 @@ def test_limits_are_in_the_message() -> None:
         SamplingParams(top_k=2**40)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("best_of", 2)],
-)
-def test_what_nothing_acts_on_is_refused_in_the_words_of_http(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        SamplingParams(temperature=1, **{name: value})
-    endpoint = "completions" if name in ("best_of",) else "chat"
-    with pytest.raises(UnsupportedFeatureError) as over_http:
-        check_fields({name: value}, endpoint, frozenset())  # type: ignore[arg-type]
-    assert str(caught.value) == str(over_http.value)
-    assert caught.value.param == name
-
-
-@pytest.mark.parametrize("fields", [{"frequency_penalty": 0}, {"min_p": 0.0}, {"best_of": 1}, {"logit_bias": {}}, {"ignore_eos": None}, {"n": None}])
+@pytest.mark.parametrize("fields", [{"frequency_penalty": 0}, {"min_p": 0.0}, {"logit_bias": {}}, {"ignore_eos": None}, {"n": None}])
 def test_harmless_keywords_pass(fields: dict[str, Any]) -> None:
     assert SamplingParams(max_tokens=3, **fields) == SamplingParams(max_tokens=3)
 

@@ -46,7 +46,7 @@ void check_values(const HostTensor& tensor, unsigned long long found, std::int64
 }
 
 void check_room(const DeviceInfo& device, const HostTensor& tensor, std::size_t num_bytes) {
-    if (num_bytes + kSpareBytes <= device.free_memory) return;
+    if (num_bytes + kSpareBytes <= device.free_memory) return;  // then it is something else
     const auto mebibytes = [](std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
     throw Error(ErrorKind::device,
                 "The weights do not fit into the memory of " + device.name + ": " + mebibytes(device.free_memory) + " of " + mebibytes(device.total_memory) + " are free, and " +
@@ -176,8 +176,14 @@ std::unique_ptr<Matrix> MatrixLoader::load(const Context& context, std::span<con
     for (const Segment& segment : segments) num_bytes += value_bytes(segment) + scale_bytes(segment);
     // Behind the weights, for each part: what is wrong with its values, and with its scales.
     std::vector<unsigned long long> found(2 * parts.size(), kNoneBad);
-    check_room(device_.info(), *parts.front().weight, num_bytes);
-    std::unique_ptr<Buffer> memory = device_.allocate(num_bytes + align(sizeof(found[0]) * found.size()));
+    const std::size_t all_bytes = num_bytes + align(sizeof(found[0]) * found.size());
+    std::unique_ptr<Buffer> memory;
+    try {
+        memory = device_.allocate(all_bytes);
+    } catch (const Error&) {
+        check_room(device_.info(), *parts.front().weight, all_bytes);
+        throw;
+    }
     auto* first_bad = reinterpret_cast<unsigned long long*>(static_cast<std::byte*>(memory->data()) + num_bytes);
     device_.upload(first_bad, found.data(), sizeof(found[0]) * found.size());
     std::byte* next = static_cast<std::byte*>(memory->data());

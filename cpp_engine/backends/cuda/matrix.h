@@ -39,8 +39,9 @@ public:
     void release() noexcept;                                // threads and buffers, until the next load
 
 private:
-    static constexpr std::size_t kPieceBytes = 8 << 20;
-    static constexpr int kMostLanes = 8;
+    // Small, so that all lanes end a matrix at about the same time, and that a processor's cache holds all of them.
+    static constexpr std::size_t kPieceBytes = 2 << 20;
+    static constexpr int kMostLanes = 16;
 
     // A thread's way to the device.
     struct Lane {

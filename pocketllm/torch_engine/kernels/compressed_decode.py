@@ -20,7 +20,7 @@ _HEADS = 16  # query heads of a program, the fewest rows of a tensor core
 _KEYS = 32  # that a program attends to at once
 _ENTRIES = 64  # that a program scores at once
 _MOST_SPLITS = 32
-_SORTED = 1024  # scores that are looked at at once
+_RANKED, _RANKED_BESIDE = 16, 512  # scores whose places a program finds at once, and those that it looks at for it
 
 
 def score_entries(
@@ -59,10 +59,13 @@ def score_entries(
 
 
 def choose_entries(scores: torch.Tensor, ratio: int, top_k: int, rows: Rows) -> torch.Tensor:
-    """Numbers of the `top_k` entries with the highest scores [T, top_k] int32, ascending; of equal ones the first. Rows with no more than that are left out."""
-    chosen = torch.empty(scores.shape[0], top_k, dtype=torch.int32, device=scores.device)
-    _choose_kernel[(scores.shape[0],)](
-        scores, scores.shape[1], chosen, rows.positions, rows.slots, RATIO=ratio, TOP_K=top_k, BLOCK=_SORTED, num_warps=4, **launch_options(scores.device)
+    """Numbers of the `top_k` entries with the highest scores [T, top_k] int32, best first, of equal ones the first. Rows with no more are left out."""
+    T = scores.shape[0]
+    chosen = torch.empty(T, top_k, dtype=torch.int32, device=scores.device)
+    programs = max(1, min(triton.cdiv(scores.shape[1], _RANKED), 4 * device_limits(scores.device).num_multiprocessors // T))
+    _choose_kernel[(programs, T)](
+        scores, scores.shape[1], chosen, rows.positions, rows.slots,
+        RATIO=ratio, TOP_K=top_k, OWN=_RANKED, OTHERS=_RANKED_BESIDE, num_warps=4, **launch_options(scores.device),
     )  # fmt: skip
     return chosen
 
@@ -91,13 +94,12 @@ def attend_compressed(
     splits = max(1, min(chunks, _MOST_SPLITS, 2 * device_limits(queries.device).num_multiprocessors // (head_blocks * T)))
     parts = torch.empty(T, splits, num_heads, head_dim, dtype=torch.float32, device=queries.device)
     tops, totals = (torch.empty(T, splits, num_heads, dtype=torch.float32, device=queries.device) for _ in range(2))
-    is_half = windows.element_size() == 2
     options = launch_options(queries.device)
     _attend_kernel[(splits, head_blocks, T)](
         queries, queries.stride(0), query_eps, windows, windows if entries is None else entries, rows.positions if chosen is None else chosen,
         parts, tops, totals, num_heads, scale * 1.4426950408889634, rows.positions, rows.slots, rows.tables, rows.tables.stride(0), rows.cos, rows.sin,
         ENTRIES=entries is not None, RATIO=max(1, ratio), TOP_K=0 if chosen is None else chosen.shape[1], WINDOW=window, DIM=head_dim,
-        ROTARY=2 * rows.cos.shape[1], BLOCK_SIZE=rows.block_size, HEADS=_HEADS, KEYS=_KEYS, num_warps=4, num_stages=2 if is_half else 1, **options,
+        ROTARY=2 * rows.cos.shape[1], BLOCK_SIZE=rows.block_size, HEADS=_HEADS, KEYS=_KEYS, num_warps=8, num_stages=1, **options,
     )  # fmt: skip
     out = torch.empty(T, num_heads * head_dim, dtype=out_dtype, device=queries.device)
     _add_up_kernel[(num_heads, T)](
@@ -140,63 +142,53 @@ def _score_entries_kernel(
 
 
 @triton.jit
-def _ordered(scores):
-    """float32 as int32 in the same order, and their bits as an unsigned number has them in that order."""
-    bits = scores.to(tl.int32, bitcast=True)
-    signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return signed, signed ^ -2147483648
-
-
-@triton.jit
-def _choose_kernel(scores, capacity, chosen, positions, slots, RATIO: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The lowest score that is chosen is found byte by byte, the highest first: each time, how many scores have each value of it."""
-    token = tl.program_id(0).to(tl.int64)
+def _choose_kernel(
+    scores, capacity, chosen, positions, slots, RATIO: tl.constexpr, TOP_K: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """An entry's place is the number of those ahead of it, which is looked for in all of them: more work than sorting, for many programs at once."""
+    token = tl.program_id(1).to(tl.int64)
     wait_for_inputs(PDL)
     slot = tl.load(slots + token)
     count = (tl.load(positions + token) + 1) // RATIO
-    if (slot >= 0) & (count > TOP_K):
-        lane = tl.arange(0, BLOCK)
-        value = tl.arange(0, 512)  # of a byte; 256 is for scores that are not looked at
-        own = scores + token * capacity
-        wanted = tl.full([], TOP_K, tl.int32)  # among those whose higher bytes are those of `known`
-        known = tl.zeros([], tl.int32)
-        for level in tl.static_range(4):
-            counts = tl.zeros([512], tl.int32)
-            for start in range(0, count, BLOCK):
-                has = start + lane < count
-                _, bits = _ordered(tl.load(own + start + lane, mask=has, other=0.0))
-                if level > 0:
-                    has = has & (((bits >> (32 - 8 * level)) & ((1 << (8 * level)) - 1)) == known)
-                counts += tl.histogram(tl.where(has, (bits >> (24 - 8 * level)) & 255, 256), 512)
-            counts = tl.where(value < 256, counts, 0)
-            at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # scores whose byte is this value or higher
-            byte = tl.max(tl.where((at_least >= wanted) & (value < 256), value, 0), 0)
-            wanted -= tl.sum(tl.where(value == byte, at_least - counts, 0), 0)
-            known = (known << 8) | byte
-        lowest = known ^ -2147483648
-        written = tl.zeros([], tl.int32)
-        equal = tl.zeros([], tl.int32)
-        for start in range(0, count, BLOCK):
-            has = start + lane < count
-            signed, _ = _ordered(tl.load(own + start + lane, mask=has, other=0.0))
-            is_lowest = (has & (signed == lowest)).to(tl.int32)
-            takes = has & ((signed > lowest) | ((is_lowest == 1) & (equal + tl.cumsum(is_lowest, 0) <= wanted)))
-            place = written + tl.cumsum(takes.to(tl.int32), 0) - 1
-            tl.store(chosen + token * TOP_K + place, start + lane, mask=takes)
-            written += tl.sum(takes.to(tl.int32), 0)
-            equal += tl.sum(is_lowest, 0)
+    begin = tl.program_id(0) * OWN
+    if (slot >= 0) & (count > TOP_K) & (begin < count):
+        at = scores + token * capacity
+        for start in range(begin, count, tl.num_programs(0) * OWN):
+            own = start + tl.arange(0, OWN)
+            mine = tl.load(at + own, mask=own < count, other=0.0)
+            mine = tl.where(mine == mine, mine, float("-inf"))  # no number: a place of its own all the same
+            ahead = tl.zeros([OWN], tl.int32)
+            for first in range(0, count, OTHERS):
+                other = first + tl.arange(0, OTHERS)
+                theirs = tl.load(at + other, mask=other < count, other=float("-inf"))
+                theirs = tl.where(theirs == theirs, theirs, float("-inf"))
+                is_ahead = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None]))
+                ahead += tl.sum(is_ahead.to(tl.int32), 1)
+            tl.store(chosen + token * TOP_K + ahead, own, mask=(own < count) & (ahead < TOP_K))
 
 
 @triton.jit
-def _attend_to(query, pointers, has, top, total, out):
-    """One more block of keys, at `pointers` [KEYS, DIM], of which the row `has` some: the sums, relative to the highest score."""
-    keys = tl.load(pointers, mask=has[:, None], other=0.0)
-    score = tl.where(has[None, :], tl.dot(query, tl.trans(keys), input_precision="ieee"), -1e30)
-    higher = tl.maximum(top, tl.max(score, 1))
-    share = tl.where(has[None, :], tl.exp2(score - higher[:, None]), 0.0)
-    kept = tl.exp2(top - higher)
-    out = tl.dot(share.to(keys.dtype), keys, out * kept[:, None], input_precision="ieee")
-    return higher, total * kept + tl.sum(share, 1), out
+def _keys_of_block(
+    block, blocks, count, is_chosen, position, windows, entries, chosen, table,
+    ENTRIES: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A block of a row's keys [KEYS, DIM], the window's first, and which of them there are."""
+    WINDOW_BLOCKS: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    lane = tl.arange(0, KEYS)
+    column = tl.arange(0, DIM)
+    place = (block * KEYS + lane).to(tl.int64)
+    has = (place < WINDOW) & (place <= position) & (block < blocks)  # once a row is longer than the window, every place is
+    pointers = windows + place[:, None] * DIM + column[None, :]
+    if ENTRIES:  # noqa: SIM102  # known when it is compiled
+        if block >= WINDOW_BLOCKS:
+            number = (block - WINDOW_BLOCKS) * KEYS + lane
+            has = (number < count) & (block < blocks)
+            if TOP_K > 0:  # noqa: SIM102
+                if is_chosen:
+                    number = tl.load(chosen + number, mask=has, other=0)
+            place = entry_places(number, has, table, RATIO, BLOCK_SIZE)
+            pointers = entries + place[:, None] * DIM + column[None, :]
+    return tl.load(pointers, mask=has[:, None], other=0.0), has
 
 
 @triton.jit
@@ -206,15 +198,16 @@ def _attend_kernel(
     ENTRIES: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a row, and every `splits`-th block of its keys: the window's, and then the entries'."""
+    """Some heads of a row, and every `splits`-th block of its keys. Each block is on its way while what is before it is computed."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, DIM)
     is_head = head < num_heads
+    WINDOW_BLOCKS: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     wait_for_inputs(PDL)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token)
-    WINDOW_BLOCKS: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     count = (position + 1) // RATIO if ENTRIES else 0
     is_chosen = (TOP_K > 0) & (count > TOP_K)
     if TOP_K > 0:
@@ -222,32 +215,33 @@ def _attend_kernel(
     blocks = WINDOW_BLOCKS + (count + KEYS - 1) // KEYS
     top = tl.full([HEADS], -1e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    out = tl.zeros([HEADS, DIM], tl.float32)
+    at_part = (token * splits + split) * num_heads + head
     if (slot >= 0) & (split < blocks):
-        column = tl.arange(0, DIM)
+        own = windows + slot * (WINDOW * DIM)
+        own_chosen = chosen + token * TOP_K
+        table = tables + slot * table_stride
+        keys, has = _keys_of_block(
+            split, blocks, count, is_chosen, position, own, entries, own_chosen, table, ENTRIES, RATIO, TOP_K, WINDOW, DIM, BLOCK_SIZE, KEYS
+        )  # fmt: skip
         query = tl.load(queries + token * query_stride + head[:, None] * DIM + column[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
         query = query * (tl.rsqrt(tl.sum(query * query, 1) / DIM + query_eps) * scale)[:, None]
-        at = position * (ROTARY // 2)
-        query = rotate_end(query, cos + at, sin + at, 1.0, HEADS, DIM, ROTARY).to(windows.dtype.element_ty)
-        for block in range(split, WINDOW_BLOCKS, splits):
-            place = block * KEYS + tl.arange(0, KEYS)
-            has = (place < WINDOW) & (place <= position)  # once a row is longer than the window, every place is
-            top, total, out = _attend_to(query, windows + (slot * WINDOW + place)[:, None] * DIM + column[None, :], has, top, total, out)
-        if ENTRIES:
-            first = split + tl.maximum(0, (WINDOW_BLOCKS - split + splits - 1) // splits) * splits
-            for block in range(first, blocks, splits):
-                number = (block - WINDOW_BLOCKS) * KEYS + tl.arange(0, KEYS)
-                has = number < count
-                if TOP_K > 0:  # noqa: SIM102
-                    if is_chosen:
-                        number = tl.load(chosen + token * TOP_K + number, mask=has, other=0)
-                place = entry_places(number, has, tables + slot * table_stride, RATIO, BLOCK_SIZE)
-                top, total, out = _attend_to(query, entries + place[:, None] * DIM + column[None, :], has, top, total, out)
-        at_part = (token * splits + split) * num_heads + head
+        turn = position * (ROTARY // 2)
+        query = rotate_end(query, cos + turn, sin + turn, 1.0, HEADS, DIM, ROTARY).to(windows.dtype.element_ty)
+        out = tl.zeros([HEADS, DIM], tl.float32)
+        for block in range(split, blocks, splits):
+            next_keys, next_has = _keys_of_block(
+                block + splits, blocks, count, is_chosen, position, own, entries, own_chosen, table, ENTRIES, RATIO, TOP_K, WINDOW, DIM, BLOCK_SIZE, KEYS
+            )  # fmt: skip
+            score = tl.where(has[None, :], tl.dot(query, tl.trans(keys), input_precision="ieee"), -1e30)
+            higher = tl.maximum(top, tl.max(score, 1))
+            share = tl.where(has[None, :], tl.exp2(score - higher[:, None]), 0.0)
+            kept = tl.exp2(top - higher)
+            out = tl.dot(share.to(keys.dtype), keys, out * kept[:, None], input_precision="ieee")
+            total = total * kept + tl.sum(share, 1)
+            top, keys, has = higher, next_keys, next_has
         tl.store(parts + at_part[:, None] * DIM + column[None, :], out, mask=is_head[:, None])
-    at_stat = (token * splits + split) * num_heads + head
-    tl.store(tops + at_stat, top, mask=is_head)
-    tl.store(totals + at_stat, total, mask=is_head)
+    tl.store(tops + at_part, top, mask=is_head)
+    tl.store(totals + at_part, total, mask=is_head)
 
 
 @triton.jit

@@ -171,20 +171,77 @@ def _gather_kernel(
             x = x * tl.rsqrt(tl.sum(x * x, 0) / H + own_eps) * weight
         tl.store(out + token * H + columns, x.to(out.dtype.element_ty), mask=inside)
     else:
-        pair = lane[:, None] * LANES + lane[None, :]
+        place = tl.arange(0, LANES * LANES)
         own_scale, own_base = tl.load(scale + LANES + lane), tl.load(base + LANES + lane)
-        pair_scale, pair_base = tl.load(scale + 2 * LANES + pair), tl.load(base + 2 * LANES + pair)
+        pair_scale, pair_base = tl.load(scale + 2 * LANES + place), tl.load(base + 2 * LANES + place)
         wait_for_inputs(PDL)
         square = tl.sum(tl.load(squares + token * num_parts + part, mask=has_part, other=0.0), 0)
         norm = tl.rsqrt(square / (LANES * H) + norm_eps)
         score = tl.sum(tl.load(first[:, None] + LANES + lane[None, :], mask=has_part[:, None], other=0.0), 0)
         tl.store(shares + token * LANES + lane, 2.0 * tl.sigmoid(score * norm * own_scale + own_base))
-        mix = tl.sum(tl.load(first[:, None, None] + 2 * LANES + pair[None, :, :], mask=has_part[:, None, None], other=0.0), 0)
+        mix = tl.sum(tl.load(first[:, None] + 2 * LANES + place[None, :], mask=has_part[:, None], other=0.0), 0)
         mix = mix * norm * pair_scale + pair_base
-        mix = tl.exp(mix - tl.max(mix, 1)[:, None])
-        mix = mix / tl.sum(mix, 1)[:, None] + eps
-        mix = mix / (tl.sum(mix, 0)[None, :] + eps)
-        for _ in range(1, iterations):
-            mix = mix / (tl.sum(mix, 1)[:, None] + eps)
+        if LANES == 4:
+            mix = _balance_4(mix, place, eps, iterations)
+        else:
+            mix = tl.reshape(mix, [LANES, LANES])
+            mix = tl.exp(mix - tl.max(mix, 1)[:, None])
+            mix = mix / tl.sum(mix, 1)[:, None] + eps
             mix = mix / (tl.sum(mix, 0)[None, :] + eps)
-        tl.store(mixing + token * LANES * LANES + pair, mix)
+            for _ in range(1, iterations):
+                mix = mix / (tl.sum(mix, 1)[:, None] + eps)
+                mix = mix / (tl.sum(mix, 0)[None, :] + eps)
+            mix = tl.reshape(mix, [LANES * LANES])
+        tl.store(mixing + token * LANES * LANES + place, mix)
+
+
+@triton.jit
+def _shares_of(a, b, c, d, eps):
+    """Each over the sum of all, and eps."""
+    factor = 1.0 / (a + b + (c + d) + eps)
+    return a * factor, b * factor, c * factor, d * factor
+
+
+@triton.jit
+def _softmax_of(a, b, c, d):
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    return _shares_of(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
+
+
+@triton.jit
+def _balance_4(mix, place, eps, iterations):
+    """The mixing of four lanes, from its scores [16]. Each thread has all of it: sums over neighbours would each wait for an exchange."""
+    a0, a1, a2, a3 = _softmax_of(_at(mix, place, 0), _at(mix, place, 1), _at(mix, place, 2), _at(mix, place, 3))
+    b0, b1, b2, b3 = _softmax_of(_at(mix, place, 4), _at(mix, place, 5), _at(mix, place, 6), _at(mix, place, 7))
+    c0, c1, c2, c3 = _softmax_of(_at(mix, place, 8), _at(mix, place, 9), _at(mix, place, 10), _at(mix, place, 11))
+    d0, d1, d2, d3 = _softmax_of(_at(mix, place, 12), _at(mix, place, 13), _at(mix, place, 14), _at(mix, place, 15))
+    a0, b0, c0, d0 = _shares_of(a0 + eps, b0 + eps, c0 + eps, d0 + eps, eps)
+    a1, b1, c1, d1 = _shares_of(a1 + eps, b1 + eps, c1 + eps, d1 + eps, eps)
+    a2, b2, c2, d2 = _shares_of(a2 + eps, b2 + eps, c2 + eps, d2 + eps, eps)
+    a3, b3, c3, d3 = _shares_of(a3 + eps, b3 + eps, c3 + eps, d3 + eps, eps)
+    for _ in range(1, iterations):
+        a0, a1, a2, a3 = _shares_of(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _shares_of(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _shares_of(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _shares_of(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _shares_of(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _shares_of(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _shares_of(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _shares_of(a3, b3, c3, d3, eps)
+    row = place // 4
+    column = place % 4
+    first = _of_four(column, a0, a1, a2, a3)
+    second = _of_four(column, b0, b1, b2, b3)
+    third = _of_four(column, c0, c1, c2, c3)
+    fourth = _of_four(column, d0, d1, d2, d3)
+    return _of_four(row, first, second, third, fourth)
+
+
+@triton.jit
+def _at(values, place, number: tl.constexpr):
+    return tl.sum(tl.where(place == number, values, 0.0), 0)
+
+
+@triton.jit
+def _of_four(number, a, b, c, d):
+    return tl.where(number == 0, a, tl.where(number == 1, b, tl.where(number == 2, c, d)))

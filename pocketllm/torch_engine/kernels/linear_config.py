@@ -135,7 +135,7 @@ def choose_config(num_rows: int, rows: int, columns: int, itemsize: int, gated: 
     """The tile sizes used where a caller names none."""
     if num_rows == 1:
         # Measured on an H200, where such a product gains from programs that stay; without overlap, and with other shapes, none was seen to.
-        if device.overlaps and not gated and 2048 < columns <= 4096 and itemsize < 4 and rows >= (8192 if itemsize == 1 else 2**17):
+        if device.overlaps and not gated and 2048 < columns <= 4096 and itemsize < 4 and rows >= (8192 if itemsize == 1 else 2**16):
             return StreamConfig(4, 4096)
         return vector_config(rows, columns, itemsize, gated, device)
     return matrix_config(num_rows, rows, columns, itemsize, gated, device)

@@ -25,13 +25,14 @@ class GpuClampedGate:
         self.num_bytes = gate_up.num_bytes + down.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._inner(x))
+        return self.down(self.inner(x), x.dtype)
 
-    def add(self, output: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the result to `output` [num_tokens, hidden_size] float32."""
-        self._down.add(output, self._inner(x))
+    def down(self, inner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The second half, of what the first gave."""
+        return self._down(inner, dtype)
 
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """The first half."""
         weight = self._gate_up.single
         if x.shape[0] == 1 and isinstance(weight, Fp8Weight) and weight.shape[1] % 16 == 0:
             return clamped_gated_row(x, weight, self._limit)
@@ -59,15 +60,15 @@ class GpuRoutedExperts(RoutedExperts):
         count, router = x.shape[0], self._router
         if count > _FEW_TOKENS:
             return super().__call__(x, token_ids)
+        # The shared expert's weights are on their way while few programs prepare x, and while one chooses: those of the others can't be before that.
+        shared = self._own.inner(x)
         scores = linear(x if count == 1 else x.float(), self._scores, out_dtype=torch.float32)
         chosen, shares = route_by_softplus(scores, router.bias, router.by_token, token_ids, router.top_k, router.scale)
-        if count <= _APART:
-            inner = fp4_gate_up_rows(x, chosen, self._gate_up.values, self._gate_up.scales, self._limit)
-            output = fp4_down_rows(inner, chosen, shares, self._down.values, self._down.scales)
-        else:
-            output = self._mix_experts(x, chosen, shares).float()
-        self._own.add(output, x)
-        return output
+        output = self._own.down(shared, torch.float32)
+        if count > _APART:
+            return output.add_(self._mix_experts(x, chosen, shares))
+        inner = fp4_gate_up_rows(x, chosen, self._gate_up.values, self._gate_up.scales, self._limit)
+        return fp4_down_rows(inner, chosen, shares, self._down.values, self._down.scales, output)
 
     def _mix_experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return fp4_experts(x, chosen, shares, self._gate_up, self._down, self._limit)
