@@ -88,34 +88,38 @@ private:
     Tensor recorded_;
 };
 
-// `num_steps` tokens of every row. Errors are measured in the spread of the logits.
+// `num_steps` tokens of every row, with weights in bfloat16 and in float8. Errors are measured in the spread of the logits.
 void check_steps(TinyCheckpoint tiny, int num_rows, int num_steps, int num_empty = 0) {
-    TemporaryFolder folder;
     tiny.type = "BF16";
-    tiny.make();
-    tiny.write(folder.path());
     for (const std::string& name : linked_devices()) {
-        Checkpoint checkpoint(folder.path()), again(folder.path());
-        Decoder device(name, checkpoint, num_rows, true);
-        if (!device.has_graph()) continue;
-        Decoder oracle("cpu", again, num_rows, false);
-        Noise noise(5);
-        for (int position = 0; position < num_steps; ++position) {
-            std::vector<std::int32_t> token_ids;
-            for (int row = 0; row < num_rows; ++row) token_ids.push_back(static_cast<std::int32_t>(noise.uniform() * tiny.vocab_size));
-            const std::vector<float> wanted = oracle.next(token_ids, position, 0), found = device.next(token_ids, position, num_empty);
-            for (int row = num_empty; row < num_rows; ++row) {
-                double error = 0, spread = 0;
-                for (std::size_t id = 0; id < static_cast<std::size_t>(tiny.vocab_size); ++id) {
-                    const std::size_t at = static_cast<std::size_t>(row * tiny.vocab_size) + id;
-                    error += std::pow(static_cast<double>(found[at]) - wanted[at], 2), spread += std::pow(static_cast<double>(wanted[at]), 2);
+        for (const bool is_fp8 : {false, true}) {
+            if (name == "cpu") continue;                    // the oracle, which records nothing
+            TemporaryFolder folder;
+            tiny.is_fp8 = is_fp8;
+            tiny.make();
+            tiny.write(folder.path());
+            Checkpoint checkpoint(folder.path()), again(folder.path());
+            Decoder device(name, checkpoint, num_rows, true), oracle("cpu", again, num_rows, false);
+            CHECK(device.has_graph());
+            Noise noise(5);
+            for (int position = 0; position < num_steps; ++position) {
+                std::vector<std::int32_t> token_ids;
+                for (int row = 0; row < num_rows; ++row) token_ids.push_back(static_cast<std::int32_t>(noise.uniform() * tiny.vocab_size));
+                const std::vector<float> wanted = oracle.next(token_ids, position, 0), found = device.next(token_ids, position, num_empty);
+                for (int row = num_empty; row < num_rows; ++row) {
+                    double error = 0, spread = 0;
+                    for (std::size_t id = 0; id < static_cast<std::size_t>(tiny.vocab_size); ++id) {
+                        const std::size_t at = static_cast<std::size_t>(row * tiny.vocab_size) + id;
+                        error += std::pow(static_cast<double>(found[at]) - wanted[at], 2), spread += std::pow(static_cast<double>(wanted[at]), 2);
+                    }
+                    CHECK(std::sqrt(error / spread) < 0.05);
                 }
-                CHECK(std::sqrt(error / spread) < 0.04);
             }
         }
     }
 }
 
+// Rows of what is cut into blocks of scales are multiples of 128, as in public checkpoints.
 TinyCheckpoint tiny_of(int hidden_size, int intermediate_size, int num_heads, int num_kv_heads, int head_dim) {
     TinyCheckpoint tiny;
     tiny.hidden_size = hidden_size, tiny.intermediate_size = intermediate_size, tiny.num_heads = num_heads, tiny.num_kv_heads = num_kv_heads, tiny.head_dim = head_dim;
@@ -126,32 +130,20 @@ TinyCheckpoint tiny_of(int hidden_size, int intermediate_size, int num_heads, in
 }  // namespace
 
 TEST(one_row) {
-    TinyCheckpoint tiny = tiny_of(160, 608, 4, 1, 64);
-    tiny.key_dim = tiny.value_dim = 128;                    // four parts of a head
+    TinyCheckpoint tiny = tiny_of(192, 640, 4, 1, 64);
+    tiny.key_dim = tiny.value_dim = 128;                    // several parts of a head
     check_steps(tiny, 1, 20);
 }
 
-TEST(one_row_of_more_columns_than_a_copy_takes) { check_steps(tiny_of(1184, 2080, 6, 1, 32), 1, 3); }
-
-TEST(one_row_of_fp8_matrices) {
-    TinyCheckpoint tiny = tiny_of(192, 1280, 4, 2, 64);
-    tiny.is_fp8 = true, tiny.value_dim = 64;
-    check_steps(tiny, 1, 4);
-}
+TEST(one_row_of_more_columns_than_a_copy_takes) { check_steps(tiny_of(1216, 2176, 6, 1, 32), 1, 3); }
 
 TEST(a_few_rows) {
-    check_steps(tiny_of(160, 608, 2, 2, 64), 3, 18, 1);     // the device's first one stands for none
-    check_steps(tiny_of(96, 160, 6, 1, 32), 8, 3);
-    check_steps(tiny_of(96, 160, 4, 1, 32), 2, 3);
-}
-
-TEST(rows_that_come_in_parts_of_their_columns) { check_steps(tiny_of(64, 5120, 4, 2, 32), 8, 2); }
-
-TEST(a_few_rows_of_fp8_matrices) {
-    TinyCheckpoint tiny = tiny_of(192, 1280, 4, 2, 64);
-    tiny.is_fp8 = true, tiny.value_dim = 64;
+    check_steps(tiny_of(192, 640, 4, 2, 64), 3, 18, 1);     // the device's first one stands for none
+    check_steps(tiny_of(64, 256, 6, 1, 32), 8, 3);
+    TinyCheckpoint tiny = tiny_of(192, 1280, 4, 1, 64);
+    tiny.value_dim = 64;
     check_steps(tiny, 5, 3);
-    TinyCheckpoint wide = tiny_of(64, 6144, 4, 2, 32);
-    wide.is_fp8 = true, wide.value_dim = 64;
-    check_steps(wide, 8, 2);
+    check_steps(tiny, 2, 2);
 }
+
+TEST(rows_that_come_in_parts_of_their_columns) { check_steps(tiny_of(64, 6144, 4, 2, 32), 8, 2); }

@@ -1,6 +1,6 @@
 // A whole decode step of up to 8 rows as one kernel, one block on each multiprocessor.
 //
-// Weights do not depend on what is computed, so a warp of each block copies the block's rows of all matrices, in their order, into a ring of shared memory and runs
+// Weights do not depend on what is computed, so two warps of each block copy the block's rows of all matrices, in their order, into a ring of shared memory and run
 // ahead of the eight warps that compute, also across the meetings of all blocks between two phases: while blocks wait for each other, stage their x, or
 // compute a mixer, the memory goes on reading. A stage of the ring has 16 rows of a weight, 1,024 bytes of each; each of the eight warps multiplies 128 bytes of
 // all rows by x, which lies in shared memory too, in mma.m16n8k16 with the weights on the left and the rows of x on the right. As in product_few.cu a thread
@@ -32,7 +32,6 @@ struct Layout {
     static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
     static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
     static constexpr int kReduce = kScales + 64;            // [kWarps]: largest values of the warps
-    static constexpr int kProgress = kReduce + 32;          // stages that were asked for
     static constexpr int kPhases = kReduce + 64;            // this one and the next
     static constexpr int kSums = round_up(kPhases + 2 * static_cast<int>(sizeof(Phase)), 128);
     static constexpr int kKept = kSums + 2 * kSumBytes;     // [kKeptRows][kStepRows], of x that comes in parts
@@ -41,31 +40,25 @@ struct Layout {
 
 struct Ring {
     std::uint32_t start, barriers;
-    int num_stages, row_stride, stage = 0;
+    int num_stages, stage = 0;
     std::uint32_t parity = 0;
     __device__ std::uint32_t full() const { return barriers + 8 * stage; }
     __device__ std::uint32_t empty() const { return barriers + 8 * (kMostStages + stage); }
-    __device__ std::uint32_t place() const { return start + stage * (kStageRows * row_stride); }
+    __device__ std::uint32_t place() const { return start + stage * kStageBytes; }
     __device__ void advance() {
         if (++stage == num_stages) stage = 0, parity ^= 1;
     }
 };
 
-// Rows of a product that this block has, in tiles. In each round the blocks have neighbouring tiles; rounds and tiles are as equal as they can be.
+// Rows of a product that this block has, in tiles.
 struct Share {
-    std::uint32_t limit, per_tile, num_tiles;
-    __device__ explicit Share(int rows, bool is_swiglu) : limit(rows), per_tile(is_swiglu ? kStageRows / 2 : kStageRows), num_tiles((limit + per_tile * gridDim.x - 1) / (per_tile * gridDim.x)) {}
-    __device__ int start(std::uint32_t tile) const { return start(tile, blockIdx.x); }
-    __device__ int end(std::uint32_t tile) const { return start(tile, blockIdx.x + 1); }
-
-private:
-    __device__ int start(std::uint32_t tile, std::uint32_t block) const {
-        if (!spread) return static_cast<int>(min(limit * blockIdx.x / gridDim.x + (tile + (block - blockIdx.x)) * per_tile, limit * (blockIdx.x + 1) / gridDim.x));
-        const std::uint32_t first = limit * tile / num_tiles, size = limit * (tile + 1) / num_tiles - first;  // below 2^32 with their factors
-        return static_cast<int>(first + size * block / gridDim.x);
+    int begin, end, per_tile, num_tiles;
+    __device__ explicit Share(int limit, bool is_swiglu) {
+        const auto all = static_cast<std::uint32_t>(limit);  // times the blocks: below 2^32
+        begin = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+        per_tile = is_swiglu ? kStageRows / 2 : kStageRows;
+        num_tiles = (end - begin + per_tile - 1) / per_tile;
     }
-public:
-    bool spread = true;
 };
 
 __device__ __forceinline__ void store_float(std::uint32_t to, float value) { store_word(to, __float_as_uint(value)); }
@@ -73,60 +66,40 @@ __device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_
 
 // --- the warp that copies ---
 
-// This block's stages of all products in their order: work(where this lane's row lies, or null; its bytes; the bytes of all rows).
-template <typename Work>
-__device__ __forceinline__ void for_stages(const StepPlan& plan, int piece, const Work& work) {
+// All products' stages in their order, which the warps share out. Only so many may be on their way, since what else the multiprocessor asks of the memory waits
+// behind them. Every warp waits for each stage that is so many back: so none is a round of the ring behind another one, where a barrier's parity would deceive it.
+__device__ void copy_weights(const StepPlan& plan, Ring ring) {
+    constexpr int kMostPending = 4;                         // 64 KB: as many as the memory takes to keep busy, on an H200
     const int lane = threadIdx.x & 31;
+    Ring arrived = ring;                                    // the stage before those that may be on their way
+    int to_come = min(kMostPending, (plan.num_stages - 1) / 2), turns = static_cast<int>(threadIdx.x - kStepConsumers) / 32;
     CopyRun next = plan.runs[0];
     for (int index = 0; index < plan.num_runs; ++index) {
         const CopyRun run = next;
         if (index + 1 < plan.num_runs) next = plan.runs[index + 1];  // on its way while this one's stages are copied
-        Share share(run.limit, run.is_swiglu);
-        share.spread = plan.spread;
+        const Share share(run.limit, run.is_swiglu);
         for (int first = 0; first < run.row_bytes; first += run.staged_bytes) {
             const int part_end = min(first + run.staged_bytes, run.row_bytes);
-            for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) {
-                const int start = share.start(tile), count = share.end(tile) - start, per_tile = static_cast<int>(share.per_tile), within = lane % per_tile;
-                if (count == 0) continue;
+            for (int tile = 0; tile < share.num_tiles; ++tile) {
+                const int start = share.begin + tile * share.per_tile, count = min(share.per_tile, share.end - start), within = lane % share.per_tile;
                 const bool has_row = lane < kStageRows && within < count;
-                const std::uint8_t* row = run.values + static_cast<std::int64_t>(start + within + (lane >= per_tile ? run.limit : 0)) * run.row_bytes;
-                for (int at = first; at < part_end; at += piece) {
-                    const int bytes = min(piece, part_end - at);
-                    work(has_row ? row + at : nullptr, bytes, bytes * count * (run.is_swiglu ? 2 : 1));
+                const std::uint8_t* row = run.values + static_cast<std::int64_t>(start + within + (lane >= share.per_tile ? run.limit : 0)) * run.row_bytes;
+                for (int at = first; at < part_end; at += kPieceBytes, ring.advance()) {
+                    if (to_come > 0) {
+                        --to_come;
+                    } else {
+                        wait_for(arrived.full(), arrived.parity);
+                        arrived.advance();
+                    }
+                    if (turns-- > 0) continue;
+                    turns = kStepCopiers - 1;
+                    const int bytes = min(kPieceBytes, part_end - at);
+                    wait_for(ring.empty(), ring.parity ^ 1);
+                    fill_stage(ring.place(), kPieceStride, has_row ? row + at : nullptr, bytes, bytes * count * (run.is_swiglu ? 2 : 1), ring.full());
                 }
             }
         }
     }
-}
-
-// Warps share out the stages. Only so many may be on their way: what else the multiprocessor asks of the memory waits behind them.
-__device__ void copy_weights(const StepPlan& plan, Ring ring, std::uint32_t progress) {
-    Ring arrived = ring;                                    // the stage before those that may be on their way
-    int to_come = min(plan.most_pending, plan.num_stages), turns = static_cast<int>(threadIdx.x - kStepConsumers) / 32, number = 0;
-    for_stages(plan, ring.row_stride - kRowPadding, [&](const std::uint8_t* from, int bytes, int total) {
-        const bool is_mine = turns-- == 0, is_early = to_come > 0;
-        ++number;
-        if (is_mine) {
-            turns = plan.copy_warps - 1;
-            if (!is_early) wait_for(arrived.full(), arrived.parity);
-            wait_for(ring.empty(), ring.parity ^ 1);
-            fill_stage(ring.place(), ring.row_stride, from, bytes, total, ring.full());
-            if ((threadIdx.x & 31) == 0) store_word(progress, static_cast<std::uint32_t>(number));
-        }
-        if (is_early) --to_come;
-        else arrived.advance();
-        ring.advance();
-    });
-}
-
-// Runs further ahead, as far as the L2 cache.
-__device__ void prefetch_weights(const StepPlan& plan, const Ring& ring, std::uint32_t progress) {
-    int number = 0, copied = 0;
-    for_stages(plan, ring.row_stride - kRowPadding, [&](const std::uint8_t* from, int bytes, int) {
-        ++number;
-        while (number > copied + plan.most_prefetched) copied = wait_for_progress(progress);
-        if (number > copied && from) prefetch_bulk(from, bytes);
-    });
 }
 
 // --- the warps that compute ---
@@ -223,14 +196,14 @@ struct Worker {
         meet<kStepConsumers>();
     }
 
-    // 128 bytes of each of the stage's rows, of those from `within` on, by the warp's columns of x.
-    __device__ __forceinline__ void multiply_dense(float (&sums)[4], int within, int bytes, std::uint32_t x) {
+    // The warp's 128 bytes of each of the stage's rows by the same columns of x.
+    __device__ __forceinline__ void multiply_dense(float (&sums)[4], int bytes, std::uint32_t x) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
-        const std::uint32_t from = ring.place() + within + group * ring.row_stride + warp * 128 + quarter * 16;
+        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (bytes <= 64 * half) break;
-            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * ring.row_stride + 64 * half);
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
             uint4 right = make_uint4(0, 0, 0, 0);
             if (group < (kOne ? 1 : plan.rows)) right = load_words(x + 64 * half);
             const std::uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
@@ -238,14 +211,14 @@ struct Worker {
             multiply<__nv_bfloat16>(sums, second, right.z, right.w);
         }
     }
-    __device__ __forceinline__ void multiply_float8(float (&sums)[4], int within, int bytes, std::uint32_t x, float low_scale, float high_scale) {
+    __device__ __forceinline__ void multiply_float8(float (&sums)[4], int bytes, std::uint32_t x, float low_scale, float high_scale) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
-        const std::uint32_t from = ring.place() + within + group * ring.row_stride + warp * 128 + quarter * 16;
+        const std::uint32_t from = ring.place() + group * kPieceStride + warp * 128 + quarter * 16;
         float block[4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (bytes <= 64 * half) break;
-            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * ring.row_stride + 64 * half);
+            const uint4 low = load_words(from + 64 * half), high = load_words(from + 8 * kPieceStride + 64 * half);
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 uint4 right = make_uint4(0, 0, 0, 0);
@@ -324,28 +297,24 @@ struct Worker {
     }
 
     __device__ void multiply_all(const ProductPhase& p, const DeltaNetCall* moved) {
-        Share share(p.limit, p.is_swiglu);
-        share.spread = plan.spread;
-        bool has_rows = false;
-        for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) has_rows |= share.end(tile) > share.start(tile);
-        if (!has_rows) {
+        const Share share(p.limit, p.is_swiglu);
+        if (share.num_tiles == 0) {
             if (moved) move_tails(*moved, plan.rows);
             if (p.rounded.norm) leave_squares(p.rounded);
             return;
         }
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quarter = lane & 3;
         const bool is_float8 = p.weight.dtype == DType::float8_e4m3;
-        const int per_chunk = is_float8 ? kChunkBytes : kChunkBytes / 2, chunks = (ring.row_stride - kRowPadding) / kChunkBytes;  // columns; chunks of a stage
+        const int per_piece = is_float8 ? kPieceBytes : kPieceBytes / 2;  // columns
         const int stride = 2 * p.staged_columns + (is_float8 ? 16 : 64);
         const std::uint32_t x = shared + At::kWork + group * stride + (is_float8 ? warp * 256 + quarter * 32 : warp * 128 + quarter * 16);
         for (int first = 0; first < p.columns; first += p.staged_columns) {
             const int count = min(p.staged_columns, p.columns - first);
             const bool is_last = first + count == p.columns;
             stage_x(p, moved, first, count, stride);
-            for (std::uint32_t tile = 0; tile < share.num_tiles; ++tile) {
+            for (int tile = 0; tile < share.num_tiles; ++tile) {
                 float sums[4] = {};
-                const int start = share.start(tile), end = share.end(tile);
-                if (start == end) continue;
+                const int start = share.begin + tile * share.per_tile, end = min(start + share.per_tile, share.end);
                 const int low_row = min(start + group, end - 1), high_row = min(p.is_swiglu ? low_row : start + group + 8, end - 1) + (p.is_swiglu ? p.limit : 0);
                 if (is_float8) {
                     const float* low = p.weight.scales + static_cast<std::int64_t>(low_row >> 7) * p.weight.scale_stride;
@@ -353,26 +322,23 @@ struct Worker {
                     const int most = p.weight.scale_stride - 1;
                     const auto block_of = [&](int column) { return min((first + column + warp * 128) >> 7, most); };
                     float low_next = low[block_of(0)], high_next = high[block_of(0)];
-                    for (int column = 0; column < count; ring.advance()) {
+                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
+                        const float low_scale = low_next * kFloat8Factor, high_scale = high_next * kFloat8Factor;
+                        low_next = low[block_of(column + per_piece)], high_next = high[block_of(column + per_piece)];
                         wait_for(ring.full(), ring.parity);
-                        for (int chunk = 0; chunk < chunks && column < count; ++chunk, column += per_chunk) {
-                            const float low_scale = low_next * kFloat8Factor, high_scale = high_next * kFloat8Factor;
-                            low_next = low[block_of(column + per_chunk)], high_next = high[block_of(column + per_chunk)];
-                            multiply_float8(sums, chunk * kChunkBytes, min(per_chunk, count - column) - warp * 128, x + 2 * column, low_scale, high_scale);
-                        }
+                        multiply_float8(sums, min(per_piece, count - column) - warp * 128, x + 2 * column, low_scale, high_scale);
                         __syncwarp();
                         if (lane == 0) arrive(ring.empty());
                     }
                 } else {
-                    for (int column = 0; column < count; ring.advance()) {
+                    for (int column = 0; column < count; column += per_piece, ring.advance()) {
                         wait_for(ring.full(), ring.parity);
-                        for (int chunk = 0; chunk < chunks && column < count; ++chunk, column += per_chunk)
-                            multiply_dense(sums, chunk * kChunkBytes, 2 * min(per_chunk, count - column) - warp * 128, x + 2 * column);
+                        multiply_dense(sums, 2 * min(per_piece, count - column) - warp * 128, x + 2 * column);
                         __syncwarp();
                         if (lane == 0) arrive(ring.empty());
                     }
                 }
-                finish_tile(p, start, end, static_cast<int>(tile), first == 0, is_last, sums);
+                finish_tile(p, start, end, tile, first == 0, is_last, sums);
             }
         }
         if (p.rounded.norm) leave_squares(p.rounded);
@@ -450,7 +416,7 @@ struct Worker {
 };
 
 template <bool kOne, int kGroup>
-__global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const StepPlan plan) {
+__device__ void run_step(const StepPlan& plan) {
     using At = Layout<kOne>;
     extern __shared__ __align__(128) std::uint8_t memory[];
     const std::uint32_t shared = shared_address(memory);
@@ -459,14 +425,11 @@ __global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const Ste
             start_barrier(shared + At::kBarriers + 8 * stage, kCopyArrivals);
             start_barrier(shared + At::kBarriers + 8 * (kMostStages + stage), kWarps);
         }
-        store_word(shared + At::kProgress, 0);
         publish_barriers();
     }
     __syncthreads();
-    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages, plan.piece_bytes + kRowPadding};
-    const std::uint32_t progress = shared + At::kProgress;
-    if (threadIdx.x >= kStepConsumers + 32 * plan.copy_warps) return prefetch_weights(plan, ring, progress);
-    if (threadIdx.x >= kStepConsumers) return copy_weights(plan, ring, progress);
+    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages};
+    if (threadIdx.x >= kStepConsumers) return copy_weights(plan, ring);
 
     Worker<kOne> worker = {memory, shared, plan, ring};
     auto* phases = reinterpret_cast<Phase*>(memory + At::kPhases);
@@ -504,19 +467,23 @@ __global__ __launch_bounds__(kStepConsumers + 128, 1) void step_kernel(const Ste
     if (blockIdx.x == 0 && threadIdx.x == 0) plan.meetings[1] = come_before + plan.num_meetings * gridDim.x;
 }
 
+template <bool kOne, int kGroup>
+__global__ __launch_bounds__(kStepConsumers + 32 * kStepCopiers, 1) void step_kernel(const StepPlan plan) {
+    if constexpr (kHasStreams) run_step<kOne, kGroup>(plan);  // StepRecorder makes no plan for GPUs that have none
+}
+
 template <bool kOne>
 void launch_rows(const Context& context, const StepPlan& plan) {
-    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32 * (plan.copy_warps + (plan.most_prefetched > 0)), decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes, plan.piece_bytes), plan); };
+    const auto go = [&](auto kernel) { launch_together(context, kernel, context.num_multiprocessors, kStepConsumers + 32 * kStepCopiers, decode_step_bytes(plan.rows, plan.num_stages, plan.work_bytes), plan); };
     if (plan.attention_group == 6) go(step_kernel<kOne, 6>);
     else if (plan.attention_group == 4) go(step_kernel<kOne, 4>);
-    else if (plan.attention_group == 2) go(step_kernel<kOne, 2>);
-    else go(step_kernel<kOne, 1>);
+    else go(step_kernel<kOne, 2>);
 }
 
 }  // namespace
 
-std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piece_bytes) {
-    return static_cast<std::size_t>(rows == 1 ? Layout<true>::kWork : Layout<false>::kWork) + work_bytes + static_cast<std::size_t>(num_stages) * kStageRows * (piece_bytes + kRowPadding);
+std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes) {
+    return static_cast<std::size_t>(rows == 1 ? Layout<true>::kWork : Layout<false>::kWork) + work_bytes + static_cast<std::size_t>(num_stages) * kStageBytes;
 }
 
 std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits) {

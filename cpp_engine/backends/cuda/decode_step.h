@@ -11,13 +11,12 @@
 namespace pocket::cuda {
 
 constexpr int kStepRows = 8;                                // most rows of a step
-constexpr int kStepConsumers = 256;                         // threads of a block that compute; a warp beside them copies weights
-constexpr int kChunkBytes = 1024;                           // of a weight row that the eight warps multiply at a time
-inline bool step_spread = true;
-inline int kPieceBytes = 2048;                           // of a weight row that one copy takes
-inline int kCopyWarps = 1, kMostPending = 2, kMostPrefetched = 0;
+constexpr int kStepConsumers = 256;                         // threads of a block that compute; others beside them copy weights
+constexpr int kStepCopiers = 2;                             // warps that copy
+constexpr int kPieceBytes = 1024;                           // of a weight row that one copy takes
+constexpr int kPieceStride = kPieceBytes + 64;              // between rows in shared memory, so that two neighbours fall into different banks
 constexpr int kStageRows = 16;                              // of a weight, in a stage of the ring
-constexpr int kRowPadding = 64;                             // between rows in shared memory, so that two neighbours fall into different banks
+constexpr int kStageBytes = kStageRows * kPieceStride;
 constexpr int kMostStages = 16;
 constexpr int kStepHeads = 256;                             // most heads whose norms' factors a product takes
 constexpr int kKeptRows = 128;                              // weight rows of a block whose sums wait for further columns of x
@@ -91,18 +90,17 @@ struct StepPlan {
     const CopyRun* runs = nullptr;                          // the same
     int num_phases = 0, num_runs = 0;
     int rows = 0;
-    int attention_group = 1;                                // query heads that one block takes
+    int attention_group = 2;                                // query heads that one block takes
     int num_splits = 1;                                     // of attention's context
     int delta_width = 0;                                    // value channels of a part of a head
-    bool spread = true;
-    int num_stages = 0, piece_bytes = 0, copy_warps = 1, most_pending = 1, most_prefetched = 0;
+    int num_stages = 0;
     int work_bytes = 0;                                     // of shared memory for x, or for what a mixer needs
     std::uint32_t num_meetings = 0;
     std::uint32_t* meetings = nullptr;                      // how many blocks came to meetings, and how many had before this launch
     float* partial = nullptr;                               // of attention
 };
 
-std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes, int piece_bytes);  // of shared memory
+std::size_t decode_step_bytes(int rows, int num_stages, int work_bytes);  // of shared memory
 std::size_t attention_step_bytes(const AttentionShape& shape, int group, int num_splits);
 std::size_t delta_step_bytes();
 bool takes_delta_step(const DeltaNetShape& shape);

@@ -6,6 +6,11 @@
 
 namespace pocket::cuda {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kHasStreams = false;                         // none of this
+#else
+constexpr bool kHasStreams = true;
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kCopyArrivals = 32;                           // each lane reports its own copies
 #else
@@ -51,8 +56,8 @@ __device__ __forceinline__ void wait_for(std::uint32_t barrier, std::uint32_t pa
 
 // The warp fills rows of a stage: lane l < 16 asks for `bytes` (a multiple of 16) from `from`, or for none where that is null; `total` bytes are asked for in all.
 // `barrier` passes when all are there.
-__device__ __forceinline__ void fill_stage(std::uint32_t stage, int stride, const std::uint8_t* from, int bytes, int total, std::uint32_t barrier) {
-    const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void fill_stage(std::uint32_t stage, int stride, const std::uint8_t* from, int bytes, [[maybe_unused]] int total, std::uint32_t barrier) {
+    [[maybe_unused]] const int lane = threadIdx.x & 31;
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(total) : "memory");
     __syncwarp();
@@ -71,23 +76,6 @@ __device__ __forceinline__ void fill_stage(std::uint32_t stage, int stride, cons
     }
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
-}
-
-// `bytes`, a multiple of 16, from `from` on, to the L2 cache.
-__device__ __forceinline__ void prefetch_bulk(const std::uint8_t* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#else
-    for (int at = 0; at < bytes; at += 128) prefetch(from + at);
-#endif
-}
-
-// A number that other warps raise, after a pause.
-__device__ __forceinline__ int wait_for_progress(std::uint32_t progress) {
-    __nanosleep(100);
-    std::uint32_t number;
-    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(number) : "r"(progress) : "memory");
-    return static_cast<int>(number);
 }
 
 // Of the threads that compute, without the warps that copy.
