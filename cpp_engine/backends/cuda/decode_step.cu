@@ -20,7 +20,7 @@ namespace pocket::cuda {
 namespace {
 
 constexpr int kWarps = kStepConsumers / 32;
-constexpr int kHeldSquares = 6;
+[[maybe_unused]] constexpr int kHeldSquares = 6;
 
 constexpr int round_up(int bytes, int to) { return (bytes + to - 1) / to * to; }
 
@@ -29,7 +29,7 @@ template <bool kOne>
 struct Layout {
     static constexpr int kColumns = kOne ? 1 : kStepRows;
     static constexpr int kSumBytes = static_cast<int>(sizeof(float)) * kWarps * kStageRows * kColumns;  // of one region
-    static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
+    [[maybe_unused]] static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
     static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
     static constexpr int kReduce = kScales + 64;            // [kWarps]: largest values of the warps
     static constexpr int kPhases = kReduce + 64;            // this one and the next
@@ -61,14 +61,14 @@ struct Share {
     }
 };
 
-__device__ __forceinline__ void store_float(std::uint32_t to, float value) { store_word(to, __float_as_uint(value)); }
-__device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_as_float(load_word(from)); }
+[[maybe_unused]] __device__ __forceinline__ void store_float(std::uint32_t to, float value) { store_word(to, __float_as_uint(value)); }
+[[maybe_unused]] __device__ __forceinline__ float load_float(std::uint32_t from) { return __uint_as_float(load_word(from)); }
 
 // --- the warp that copies ---
 
 // All products' stages in their order, which the warps share out. Only so many may be on their way, since what else the multiprocessor asks of the memory waits
 // behind them. Every warp waits for each stage that is so many back: so none is a round of the ring behind another one, where a barrier's parity would deceive it.
-__device__ void copy_weights(const StepPlan& plan, Ring ring) {
+[[maybe_unused]] __device__ void copy_weights(const StepPlan& plan, Ring ring) {
     constexpr int kMostPending = 4;                         // 64 KB: as many as the memory takes to keep busy, on an H200
     const int lane = threadIdx.x & 31;
     Ring arrived = ring;                                    // the stage before those that may be on their way
