@@ -29,7 +29,7 @@ template <bool kOne>
 struct Layout {
     static constexpr int kColumns = kOne ? 1 : kStepRows;
     static constexpr int kSumBytes = static_cast<int>(sizeof(float)) * kWarps * kStageRows * kColumns;  // of one region
-    [[maybe_unused]] static constexpr int kBarriers = 0;                     // [2][kMostStages]: stages that are full, and that are empty
+    // At 0: [2][kMostStages]: stages that are full, and that are empty
     static constexpr int kScales = 16 * kMostStages;        // [2][kStepRows]: x's scale and its norm's factor
     static constexpr int kReduce = kScales + 64;            // [kWarps]: largest values of the warps
     static constexpr int kPhases = kReduce + 64;            // this one and the next
@@ -422,13 +422,13 @@ __device__ void run_step(const StepPlan& plan) {
     const std::uint32_t shared = shared_address(memory);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < plan.num_stages; ++stage) {
-            start_barrier(shared + At::kBarriers + 8 * stage, kCopyArrivals);
-            start_barrier(shared + At::kBarriers + 8 * (kMostStages + stage), kWarps);
+            start_barrier(shared + 8 * stage, kCopyArrivals);
+            start_barrier(shared + 8 * (kMostStages + stage), kWarps);
         }
         publish_barriers();
     }
     __syncthreads();
-    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared + At::kBarriers, plan.num_stages};
+    const Ring ring = {shared + At::kWork + static_cast<std::uint32_t>(plan.work_bytes), shared, plan.num_stages};
     if (threadIdx.x >= kStepConsumers) return copy_weights(plan, ring);
 
     Worker<kOne> worker = {memory, shared, plan, ring};
