@@ -43,7 +43,7 @@ void StepRecorder::embed(const Step& step, std::span<const Segment> table, std::
     Phase* phase = add(PhaseKind::embed, step.num_tokens);
     if (!phase) return;
     if (table.size() != 1 || table.front().dtype == DType::float8_e4m3 || step.num_decode != step.num_tokens) return refuse();
-    phase->embed = {table.front(), columns, step.token_ids, static_cast<float*>(out.data), out.stride};
+    phase->embed = {table.front(), columns, step.token_ids, static_cast<float*>(out.data), out.stride, {}};
 }
 
 // The last phase that wrote the residual stream `x` leaves it as the product after it takes it.
