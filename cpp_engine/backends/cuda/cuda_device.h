@@ -7,6 +7,7 @@
 #include "backends/cuda/make_device.h"
 #include "backends/cuda/matrix.h"
 #include "backends/cuda/product_wide.h"
+#include "backends/cuda/step_recorder.h"
 
 namespace pocket::cuda {
 
@@ -59,6 +60,7 @@ private:
     void segment_product(const Tensor& x, const Norm* norm, const Segment& segment, std::int64_t columns, Epilogue epilogue, const Tensor& out);
     void wide_product(const Tensor& x, const Segment& segment, const Tensor& out, bool adds);
     int* tickets(std::size_t count);                        // zeros, which every kernel leaves as zeros
+    std::unique_ptr<Graph> record_step(const std::function<void()>& work);
     Tensor prepare(const Tensor& x, const Norm* norm, DType to, DType round_first, float** row_scales);
 
     int ordinal_;
@@ -74,6 +76,7 @@ private:
     std::int64_t both_bytes_ = 0;                           // of gates and ups at a time
     MatrixLoader loader_;
     std::unique_ptr<WideProduct> wide_;
+    StepRecorder* recorder_ = nullptr;                      // while a step is taken down instead of computed
 };
 
 }  // namespace pocket::cuda
