@@ -5,7 +5,7 @@ VENV ?= .venv
 ARGS ?=
 
 NATIVE_SOURCES = CMakeLists.txt scripts/build_native.sh pocketllm/torch_engine/kernels/native.cpp \
-	$(shell find cpp_engine -name 'build*' -prune -o -path cpp_engine/tests -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.pyi' -o -name CMakeLists.txt \) -print)
+	$(shell find cpp_engine -name 'build*' -prune -o -path cpp_engine/tests -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name '*.pyi' -o -name CMakeLists.txt \) -print)
 
 export PYTHON VENV
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
+from product_rate import Product
 
 _READ_BYTES = 4 * 2**30
-_SIZE = 8192
 _SMALL = 64  # sizes are divided by it on a CPU, where only the program is tried
 _REPEATS = 20
+_RESTED = 9  # products, each after a rest
 _SUSTAINED = 0.25  # seconds
 
 
-def measure_cuda_limits(device: str) -> dict[str, float]:
+def measure_cuda_limits(device: str, rest: float) -> dict[str, float]:
     """Medians of several tries, on random numbers: `read_bytes_per_s` of 4 GiB summed, `copy_bytes_per_s` of 4 GiB copied, bytes read and written both
-    counted, and the rate of a product of two 8192 x 8192 matrices in bf16: `bf16_flops_per_s` of one at a time, as a cool card in a short burst gives it, and
+    counted, and the rate of a product of two 8192 x 8192 matrices in bf16: `bf16_flops_per_s` of one at a time, each after `rest_s` seconds of nothing, and
     `bf16_sustained_flops_per_s` of as many one after another as take `bf16_sustained_s`, longer than a prefill of 8,192 tokens, which power and heat slow down.
 
     The read is a plain Triton kernel, replayed as a CUDA graph; `read_block` says which block size was the fastest.
@@ -31,18 +31,22 @@ def measure_cuda_limits(device: str) -> dict[str, float]:
     block = min(seconds, key=lambda one: seconds[one])
     target = torch.empty_like(data)
     copy = _median_seconds(lambda: target.copy_(data), device)
-    side = _SIZE if is_gpu else _SIZE // 16
-    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
-    product = torch.empty_like(left)
-    multiply = _median_seconds(lambda: torch.mm(left, right, out=product), device)
-    count, sustained = _sustained_seconds(lambda: torch.mm(left, right, out=product), multiply, device)
+    product = Product(device)
+    rested = []
+    for _ in range(_RESTED):
+        time.sleep(rest)
+        rested.append(product.rate())
+    count = product.count(1.2 * _SUSTAINED) if is_gpu else 1
+    product.rate(count)  # the card is warm
+    sustained = product.rate(count)
     return {
         "read_bytes_per_s": data.nbytes / seconds[block],
         "read_block": float(block),
         "copy_bytes_per_s": 2 * data.nbytes / copy,
-        "bf16_flops_per_s": 2 * side**3 / multiply,
-        "bf16_sustained_flops_per_s": 2 * side**3 * count / sustained,
-        "bf16_sustained_s": sustained,
+        "bf16_flops_per_s": statistics.median(rested),
+        "rest_s": rest,
+        "bf16_sustained_flops_per_s": sustained,
+        "bf16_sustained_s": product.flops * count / sustained,
     }
 
 
@@ -61,22 +65,6 @@ def _reader(data: torch.Tensor, block: int) -> Callable[[], object]:
 
     sums = torch.empty(data.numel() // block, dtype=torch.int32, device=data.device)
     return lambda: sum_blocks(data, sums, block)
-
-
-def _sustained_seconds(work: Callable[[], object], seconds: float, device: str) -> tuple[int, float]:
-    """How often `work`, which takes about `seconds`, was done one after another, and the seconds of it: at least _SUSTAINED on a GPU, after as long a start."""
-    count = 1 if device == "cpu" else math.ceil(1.2 * _SUSTAINED / seconds)
-    for _ in range(count):
-        work()
-    if device == "cpu":
-        return count, seconds
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(count):
-        work()
-    after.record()
-    torch.cuda.synchronize()
-    return count, before.elapsed_time(after) / 1e3
 
 
 def _median_seconds(work: Callable[[], object], device: str) -> float:

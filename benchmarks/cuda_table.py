@@ -17,7 +17,7 @@ def table(report: dict[str, Any]) -> str:
     measures = dict.fromkeys(measure for _, measure in rates)
     for measure in measures:
         bf16, fp8, peer = (rates.get((section, measure)) for section in ("ours-bf16", "ours-fp8", "peer"))
-        limit, fp8_limit = (_limit(limits.get(weights), measure) for weights in ("bf16", "fp8"))
+        limit, fp8_limit = (limit_of(limits.get(weights), measure, row) for weights, row in (("bf16", bf16), ("fp8", fp8)))
         lines.append(
             f"| {measure} | {_range(bf16)} | {'-' if limit is None else f'{limit:,.0f}'} | {_share(bf16, limit)} | {_range(peer)} | {_ratio(bf16, peer)} "
             f"| {_range(fp8)} | {_share(fp8, fp8_limit)} | {_ratio(fp8, bf16)} |"
@@ -35,10 +35,15 @@ def _rates(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["section"], row["measure"]): row for row in report["rows"] if row.get("unit") == "tokens/s"}
 
 
-def _limit(limits: dict[str, Any] | None, measure: str) -> float | None:
-    """Most tokens a second: of prefill by the products, of decode by the weights that each step reads."""
+def limit_of(limits: dict[str, Any] | None, measure: str, row: dict[str, Any] | None) -> float | None:
+    """Most tokens a second: of prefill by the products, those that were measured in turn with it where there are such, of decode by the weights that each
+    step reads."""
+    if limits is None:
+        return None
+    if row is not None and "product_flops_per_s" in row:
+        return float(statistics.median(row["product_flops_per_s"]) / limits["prefill_flops_per_token"])
     kind, _, size = measure.partition(" ")
-    if limits is None or kind not in ("prefill", "decode"):
+    if kind not in ("prefill", "decode"):
         return None
     return float(limits["prefill"] if kind == "prefill" else limits["decode"] * int(size.partition("x")[0]))
 
@@ -48,11 +53,19 @@ def _fact(row: dict[str, Any]) -> str | None:
     if section == "limits" and measure == "device":
         return (
             f"reads {row['read_bytes_per_s'] / 1e12:.2f} TB/s, copies {row['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
-            f"bf16 GEMM {row['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s one at a time, which prefill's limit is of"
+            f"bf16 GEMM {row['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s one at a time"
+            + (f", each after {row['rest_s']:.1f} s of nothing" if "rest_s" in row else ", which prefill's limit is of")
             + (f", and {row['bf16_sustained_flops_per_s'] / 1e12:.0f} over {row['bf16_sustained_s']:.2f} s" if "bf16_sustained_s" in row else "")
         )
     if section == "limits" and "bytes_per_token" in row:
         return f"{measure}: a token reads {row['bytes_per_token'] / 1e9:.2f} GB and takes {row['prefill_flops_per_token'] / 1e9:.2f} GFLOP of prefill"
+    if "product_flops_per_s" in row:
+        products = [rate / 1e12 for rate in row["product_flops_per_s"]]
+        when = f"one product each, and {row['rest_s']:.1f} s of nothing before all of them" if row["rest_s"] else f"{row['products']} products, without a rest"
+        return (
+            f"{measure}: {len(row['samples'])} samples in turn with {when}: {statistics.median(products):.0f} TFLOP/s ({min(products):.0f} to "
+            f"{max(products):.0f}), which its limit is of"
+        )
     if measure == "load":
         return f"loaded in {row['seconds']:.1f} s"
     if "sample_steps" in row:

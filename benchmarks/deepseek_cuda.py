@@ -35,6 +35,7 @@ PARTS = ("limits", "resident", "profile", "host")
 _SHORT = 16  # tokens of a prompt that hardly counts
 _COPY_BYTES = 2**28
 _TRIES = 5
+_REST = 0.2  # seconds of nothing before each product
 
 
 def main() -> int:
@@ -51,7 +52,7 @@ def main() -> int:
     share = checkpoint.config["num_experts_per_tok"] / checkpoint.config["n_routed_experts"]
     rows.add("limits", "token", **costs, expert_bytes_per_token=experts * share)
     if "limits" in options.parts:
-        limits = measure_cuda_limits(options.device)
+        limits = measure_cuda_limits(options.device, _REST)
         rows.add("limits", "device", **limits, **_copy_rates(options.device))
         rows.add("limits", "ceilings", **ceilings(limits, costs))
         torch.cuda.empty_cache()

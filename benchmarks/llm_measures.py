@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from product_rate import Product
 
 from pocketllm import LLM, EngineArgs, SamplingParams
 from pocketllm.bench.sides.pocketllm_side import SETTLING, greedy, rounds
@@ -58,6 +60,21 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class PrefillSamples:
+    """Prefill in turn with products, so that both see the same clock.
+
+    Args:
+        rates: tokens a second of each prefill.
+        product_rates: operations a second of the product before it, or of a row of them.
+        products: how many products each time.
+    """
+
+    rates: list[float]
+    product_rates: list[float]
+    products: int
+
+
+@dataclass(frozen=True)
 class DecodeSample:
     """Tokens of all rows a second, over `steps` steps in which every row decoded."""
 
@@ -99,6 +116,27 @@ class MeasuredLLM:
         """Tokens a second, from the call to its return with the first token of each row; the first call, which compiles, is left out."""
         seconds = [self._seconds(rows, tokens, 1) for _ in range(samples + 2)]
         return [rows * tokens / one for one in seconds[2:]]
+
+    def rested_prefill(self, product: Product, rows: int, tokens: int, samples: int, rest: float) -> PrefillSamples:
+        """`prefill` and one product in turn, each after `rest` seconds of nothing."""
+        self.prefill(rows, tokens, 0)
+        rates, product_rates = [], []
+        for _ in range(samples):
+            time.sleep(rest)
+            product_rates.append(product.rate())
+            time.sleep(rest)
+            rates.append(rows * tokens / self._seconds(rows, tokens, 1))
+        return PrefillSamples(rates, product_rates, 1)
+
+    def sustained_prefill(self, product: Product, rows: int, tokens: int, samples: int) -> PrefillSamples:
+        """`prefill` and as many products as take its time in turn, one right after another, once all has been done once."""
+        seconds = [self._seconds(rows, tokens, 1) for _ in range(3)]
+        count = product.count(statistics.median(seconds))
+        rates, product_rates = [], []
+        for _ in range(samples + 1):
+            product_rates.append(product.rate(count))
+            rates.append(rows * tokens / self._seconds(rows, tokens, 1))
+        return PrefillSamples(rates[1:], product_rates[1:], count)
 
     def decode(self, rows: int, tokens: int, steps: int, samples: int) -> list[DecodeSample]:
         """Steps of `rows` rows that all decode, after prompts of `tokens` ids; the first sample, which compiles, is left out.

@@ -1,6 +1,6 @@
 """The load generator held to a known schedule in real time: a server over the fake backend notes when it made each token, on a core of its own.
 
-    python benchmarks/load_schedule.py [--case 256x5] [--case 256x40] [--tokens 40]
+    python benchmarks/load_schedule.py [--case 256x5] [--case 256x40] [--seconds 12]
 
 What `pocketllm bench serve` reports of it stands beside the truth. See benchmarks/README.md.
 """
@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
     cores = psutil.Process().cpu_affinity()
     load_before = psutil.getloadavg()
     psutil.Process().cpu_affinity([cores[-1]])
-    cases = [_case(name, options.tokens, cores[0]) for name in options.case or ("256x5", "256x40")]
+    cases = [_case(name, options.seconds, cores[0]) for name in options.case or ("256x5", "256x40")]
     report: dict[str, Any] = {
         "benchmark": "load_generator",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         "code": describe_code(),
         "hardware": describe_hardware(),
         "load_average": {"before": load_before, "after": psutil.getloadavg()},
-        "settings": {"tokens": options.tokens, "server_core": cores[0], "client_core": cores[-1]},
+        "settings": {"seconds": options.seconds, "ramp_seconds": options.seconds / 3, "server_core": cores[0], "client_core": cores[-1]},
         "cases": cases,
     }
     for case in cases:
@@ -90,16 +90,21 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _case(name: str, tokens: int, server_core: int) -> dict[str, Any]:
-    """What was reported of so many streams of so many tokens a second each, and what was true."""
+def _case(name: str, seconds: float, server_core: int) -> dict[str, Any]:
+    """What was reported of so many streams of so many tokens a second each, and what was true.
+
+    Streams begin within the first third of `seconds`, as a Poisson process, and each lasts two thirds of it: for a third all of them are under way.
+    A burst would measure how the server queues it, which is no part of the schedule.
+    """
     from serving_process import ServingProcess
 
     streams, rate = map(int, name.split("x"))
+    tokens = max(3, round(rate * seconds * 2 / 3))
     with tempfile.TemporaryDirectory() as folder:
         stamps = Path(folder) / "stamps.json"
         server = ServingProcess([sys.executable, str(Path(__file__).resolve()), "--serve", str(rate), "--stamps", str(stamps)], server_core)
         try:
-            load = run_load(Endpoint(server.url), draw_asks(streams, "fixed", 16, tokens, seed=1), Arrivals(concurrency=streams))
+            load = run_load(Endpoint(server.url), draw_asks(streams, "fixed", 16, tokens, seed=1), Arrivals(rate=streams * 3 / seconds))
             exchanges, watch = run_client(load)
         finally:
             server.close()
@@ -135,7 +140,7 @@ def _serve(rate: int, stamps: Path) -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Hold the load generator to a known schedule.")
     parser.add_argument("--case", action="append", metavar="STREAMSxRATE", help="streams, and tokens a second of each; may be repeated [256x5 and 256x40]")
-    parser.add_argument("--tokens", type=int, default=40, help="of each stream [40]")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a case [12]")
     parser.add_argument("--output", type=Path, help="result file [benchmarks/results/<hardware>/load_generator.json]")
     parser.add_argument("--serve", type=int, metavar="RATE", help=argparse.SUPPRESS)
     parser.add_argument("--stamps", type=Path, help=argparse.SUPPRESS)

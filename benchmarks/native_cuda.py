@@ -1,6 +1,6 @@
 """The native engine on a CUDA GPU: random weights in public models' shapes, and what the card allows, measured in the same run.
 
-    python benchmarks/native_cuda.py BUILD [--steps 9b,9b-fp8] [--prefill 9b] [--engine qwen3.5-9b] [--output FILE]
+    python benchmarks/native_cuda.py BUILD [--steps 9b,9b-fp8] [--prefill 9b] [--engine qwen3.5-9b] [--load 27b] [--output FILE]
 
 BUILD is a CMake build folder with POCKET_BACKEND=cuda and the target pocket_cuda_bench. Steps are decode steps as recorded graphs, without the host's
 share; what the engine answers, the host's share included, comes from its launcher. See benchmarks/README.md.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
+from random_checkpoint import random_model
 from tree import ROOT
 
 _ENGINE = shlex.split("--device cuda --context 2048 --batch-sizes 1 --decode-tokens 128 --prefill 512,8192 --prefill-chunk-tokens 8192 --json")
@@ -43,6 +44,7 @@ def main() -> int:
         "steps": [],
         "prefill": [],
         "engine": [],
+        "load": [],
         "failed": [],
     }
     output = options.output or ROOT / "benchmarks" / "results" / gpu_slug(gpu) / "native_cuda.json"
@@ -53,6 +55,8 @@ def main() -> int:
         _add(report, output, "prefill", name, lambda name=name: _prefill(options.build, name))
     for name in options.engine:
         _add(report, output, "engine", name, lambda name=name: _engine(options.build, name))
+    for name in options.load:
+        _add(report, output, "load", name, lambda name=name: _load(options.build, name, options.scratch))
     print(f"Written to {output}")
     return 1 if report["failed"] else 0
 
@@ -106,18 +110,28 @@ def _engine(build: Path, shape: str) -> Any:
     return json.loads(subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True).stdout)
 
 
+def _load(build: Path, name: str, scratch: Path | None) -> Any:
+    """Files that were just written, or read, are in the system's memory: what is measured is the way from there."""
+    shape, _, kind = name.partition("-")
+    folder = random_model(f"qwen3.5-{shape}", kind or "bf16", "cuda", scratch)
+    text = subprocess.run([build / "pocket_cuda_bench", "--load", folder], check=True, timeout=300, stdout=subprocess.PIPE, text=True).stdout
+    return {"shape": shape, "weights": "float8_e4m3" if kind == "fp8" else "bfloat16", **json.loads(text.splitlines()[-1])}
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure the native engine on a CUDA GPU, on random weights of public shapes.")
     parser.add_argument("build", type=Path, metavar="BUILD", help="build folder with pocket_cuda_bench and the launcher")
     parser.add_argument("--steps", type=_names, default=_names(_STEPS), metavar="NAMES", help=f"shapes of decode steps [{_STEPS}]")
     parser.add_argument("--prefill", type=_names, default=["9b", "9b-fp8"], metavar="NAMES", help="shapes of prompts [9b,9b-fp8]")
     parser.add_argument("--engine", type=_names, default=["qwen3.5-9b"], metavar="NAMES", help="shapes that the engine answers with [qwen3.5-9b]")
+    parser.add_argument("--load", type=_names, default=["27b"], metavar="NAMES", help="shapes that are written and loaded [27b]")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where these checkpoints lie, and stay [memory, or the disk for temporary files]")
     parser.add_argument("--output", type=Path, help="[benchmarks/results/<GPU>/native_cuda.json]")
     return parser.parse_args()
 
 
 def _choices(options: argparse.Namespace) -> list[str]:
-    return ["--steps", ",".join(options.steps), "--prefill", ",".join(options.prefill), "--engine", ",".join(options.engine)]
+    return ["--steps", ",".join(options.steps), "--prefill", ",".join(options.prefill), "--engine", ",".join(options.engine), "--load", ",".join(options.load)]
 
 
 def _names(text: str) -> list[str]:

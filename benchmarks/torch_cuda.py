@@ -60,7 +60,7 @@ def main() -> int:
     report = {
         "benchmark": "torch_cuda",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/torch_cuda.py", "--shape", options.shape, "--sections", ",".join(options.sections)]),
+        "command": shlex.join(["python", "benchmarks/torch_cuda.py", *_sizes(options)]),
         "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
         "hardware": {**describe_hardware(), "gpu": describe_gpu()},
         "shape": options.shape,
@@ -73,6 +73,16 @@ def main() -> int:
     gpu = report["hardware"]["gpu"]
     print(f"\nWritten to {options.out / 'torch_cuda.json'}" + (f"; of {gpu_slug(gpu)}" if gpu else ""))
     return 1 if failed else 0
+
+
+def _sizes(options: argparse.Namespace) -> list[str]:
+    sizes: dict[str, Any] = {"samples": options.samples, "prefills": options.prefills, "rest": options.rest}
+    if options.prompts:
+        sizes["prompts"] = ",".join(_name(*load) for load in options.prompts)
+    if options.decodes:
+        sizes["decodes"] = ",".join(f"{_name(batch, tokens)}+{steps}" for batch, tokens, steps in options.decodes)
+    given = ["--shape", options.shape, "--sections", ",".join(options.sections)]
+    return given + [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
 
 
 def _run_section(section: str, options: argparse.Namespace, rows: Rows) -> bool:
@@ -110,24 +120,32 @@ def _limits(options: argparse.Namespace, rows: Rows) -> None:
     from pocketllm.bench.limits import token_costs
     from pocketllm.checkpoint import open_checkpoint
 
-    limits = measure_cuda_limits(options.device)
+    limits = measure_cuda_limits(options.device, options.rest)
     rows.add("limits", "device", **limits)
+    rows.add("limits", "hardware", **describe_hardware(), gpu=describe_gpu())  # for a run that is cut short
     for weights in _weights(options):
         costs = token_costs(open_checkpoint(_directory(options, weights)))
         rows.add("limits", weights, **costs, **ceilings(limits, costs))
 
 
 def _ours(options: argparse.Namespace, rows: Rows) -> None:
+    from product_rate import Product
+
     section, weights = options.section, options.section.partition("-")[2]
     kernels = CompiledKernels()
+    product = Product(options.device)  # before the engine's thread, which a capture could meet
     ours, workload = _open(options, weights)
     rows.add(section, "load", compiled_kernels=len(kernels.take()), seconds=ours.load_seconds, capabilities=_plain(ours.capabilities))
     for batch, tokens in workload.prompts:
-        _rate(rows, section, f"prefill {_name(batch, tokens)}", ours.prefill(batch, tokens, workload.samples))
+        _prefill(rows, section, f"prefill {_name(batch, tokens)}", ours.rested_prefill(product, batch, tokens, options.prefills, options.rest), options.rest)
+        if batch == 1 and tokens >= workload.chunk:
+            _prefill(rows, section, f"sustained prefill {_name(batch, tokens)}", ours.sustained_prefill(product, batch, tokens, options.prefills), 0.0)
+    del product
     for batch, tokens, steps in workload.decodes:
         found = ours.decode(batch, tokens, steps, workload.samples)
         counts = [sample.steps for sample in found]
         _rate(rows, section, f"decode {_name(batch, tokens)}", [sample.rate for sample in found], steps=min(counts), sample_steps=counts)
+    for batch, tokens, steps in workload.decodes:
         _rate(rows, section, f"whole {_name(batch, tokens)}+{steps}", ours.batch_total(batch, tokens, steps, 2))
     batch, tokens, steps = workload.decodes[0]
     gaps = sorted(ours.intervals(tokens, steps))
@@ -151,7 +169,7 @@ def _peer(options: argparse.Namespace, rows: Rows) -> None:
         difference = max(abs(theirs - ours) for theirs, (_, ours) in zip(found, row["top"], strict=True))
         rows.add("peer", "agreement", prompt_tokens=len(row["prompt"]), largest_difference=difference, spread=spread)
     for batch, tokens in workload.prompts:
-        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, workload.samples))
+        _rate(rows, "peer", f"prefill {_name(batch, tokens)}", peer.prefill(batch, tokens, workload.samples, options.rest))
     for batch, tokens, _ in workload.decodes[:2]:
         _rate(rows, "peer", f"decode {_name(batch, tokens)}", peer.decode(batch, tokens))
     rows.add("peer", "memory", **_memory())
@@ -201,11 +219,16 @@ def _open(options: argparse.Namespace, weights: str) -> tuple[Any, Any]:
 def _workload(options: argparse.Namespace) -> Any:
     from llm_measures import Workload
 
-    return replace(Workload.tiny() if options.tiny else Workload(), samples=options.samples)
+    workload = replace(Workload.tiny() if options.tiny else Workload(), samples=options.samples)
+    return replace(workload, prompts=options.prompts or workload.prompts, decodes=options.decodes or workload.decodes)
 
 
 def _rate(rows: Rows, section: str, measure: str, samples: list[float], **facts: Any) -> None:
     rows.add(section, measure, unit="tokens/s", median=statistics.median(samples), min=min(samples), max=max(samples), samples=samples, **facts)
+
+
+def _prefill(rows: Rows, section: str, measure: str, found: Any, rest: float) -> None:
+    _rate(rows, section, measure, found.rates, rest_s=rest, products=found.products, product_flops_per_s=found.product_rates)
 
 
 def _name(batch: int, tokens: int) -> str:
@@ -253,6 +276,18 @@ def _sections(text: str) -> list[str]:
     return names
 
 
+def _loads(count: int) -> Callable[[str], tuple[tuple[int, ...], ...]]:
+    """Of RxT,.. with 2 numbers a load, of RxT+N,.. with 3."""
+
+    def loads(text: str) -> tuple[tuple[int, ...], ...]:
+        found = tuple(tuple(positive(number) for number in load.replace("+", "x").split("x")) for load in text.split(","))
+        if any(len(load) != count for load in found):
+            raise argparse.ArgumentTypeError(f"{text!r} has not {count} numbers in each load")
+        return found
+
+    return loads
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure PocketLLM's torch plane on a GPU, with transformers and the card's limits beside it.")
     parser.add_argument("--shape", default="qwen3.5-9b", help="of the random checkpoints, as random_checkpoint.py knows it [qwen3.5-9b]")
@@ -266,6 +301,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")
     parser.add_argument("--samples", type=positive, default=3, help="of each figure [3]")
+    parser.add_argument("--prefills", type=positive, default=5, help="samples of each figure of prefill, beside as many of a product [5]")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of nothing before each prefill and each product that are not sustained ones [0.2]")
+    parser.add_argument("--prompts", type=_loads(2), metavar="RxT,..", help="rows and tokens of each prefill, in place of the usual ones")
+    parser.add_argument("--decodes", type=_loads(3), metavar="RxT+N,..", help="rows, tokens of their prompts and steps where decoding is measured")
     parser.add_argument("--commit", help="of this tree, where it is no git checkout")
     parser.add_argument("--keep", action="store_true", help="add to the rows that DIR has, in place of those of another run")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "torch_cuda", help="directory of the results [build/torch_cuda]")

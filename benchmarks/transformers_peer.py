@@ -36,9 +36,14 @@ class TransformersPeer:
         """Versions of what computes; None where a package is not installed, and plain torch stands in for it."""
         return {**self._side.facts, **{name: package_version(name) for name in ("fla-core", "flash-attn")}}
 
-    def prefill(self, batch: int, tokens: int, samples: int) -> list[float]:
-        """Tokens a second of computing `batch` prompts of `tokens` ids, the cache and the last token's logits included; one sample a repetition."""
-        return [self._side.prefill(batch, tokens).rate for _ in range(samples + 1)][1:]  # the first compiles
+    def prefill(self, batch: int, tokens: int, samples: int, rest: float = 0.0) -> list[float]:
+        """Tokens a second of computing `batch` prompts of `tokens` ids, the cache and the last token's logits included; one sample a repetition, each
+        after `rest` seconds of nothing."""
+        rates = []
+        for _ in range(samples + 1):
+            time.sleep(rest)
+            rates.append(self._side.prefill(batch, tokens).rate)
+        return rates[1:]  # the first compiles
 
     def decode(self, batch: int, context: int) -> list[float]:
         """Tokens a second of all rows, one greedy step after another, as eager Python runs them; one sample a few steps."""

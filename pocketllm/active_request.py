@@ -23,12 +23,14 @@ class Prepared:
         rows: one a choice, in the order of their index.
         rows_per_prompt: how many of them share a prompt.
         reading: how what they say is read.
+        num_best: how many of the rows of a prompt are its choices, those with the highest mean log probability; None is all.
     """
 
     request_id: str
     rows: tuple[EngineRequest, ...]
     rows_per_prompt: int
     reading: Reading
+    num_best: int | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pocketllm.protocol.request import GenerationRequest
-from pocketllm.text.grammar import response_format_grammar
+from pocketllm.text.form_grammar import form_grammar
 from pocketllm.text.tool_parsers import JSON_CALLS
 from pocketllm.text.tool_parsers.base import ToolSyntax
 
@@ -33,14 +33,14 @@ def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reason
         reasons: whether the answer may follow reasoning, and so line breaks.
 
     Raises:
-        ConfigurationError, UnsupportedFeatureError: a schema can't be honoured; `param` is "tools" or "response_format".
+        ConfigurationError, UnsupportedFeatureError: a schema can't be honoured; `param` is "tools" or the field that asks for the form.
     """
-    tools, wanted = request.tools, request.response_format
+    tools, wanted = request.tools, request.form
     if tools is not None and tools.is_forced:
         used = syntax or JSON_CALLS
         return AnswerForm(used.grammar(tools.callable, parallel=tools.parallel, instead=_instead(request, syntax)), "tools", used)
     if wanted is not None and (tools is None or syntax is None or tools.choice == "none"):
-        return AnswerForm(response_format_grammar(wanted, leading_newlines=reasons), "response_format")
+        return AnswerForm(form_grammar(*wanted, leading_newlines=reasons), wanted[0])
     if syntax is None or "messages" not in request.metadata:
         return AnswerForm()
     if tools is None:  # a call that nobody offered is one all the same, whose arguments are text
@@ -50,8 +50,8 @@ def answer_form(request: GenerationRequest, syntax: ToolSyntax | None, *, reason
     read = syntax if request.reports_calls else None
     if wanted is not None:
         calls = syntax.grammar(tools.callable, parallel=tools.parallel, instead=_instead(request, syntax)).removeprefix("start: ")
-        answer = response_format_grammar(wanted, leading_newlines=reasons).removeprefix("start: ")
-        return AnswerForm(f"start: in_calls | in_format\nin_calls: {calls}in_format: {answer}", "response_format", read)
+        answer = form_grammar(*wanted, leading_newlines=reasons).removeprefix("start: ")
+        return AnswerForm(f"start: in_calls | in_format\nin_calls: {calls}in_format: {answer}", wanted[0], read)
     if not tools.parallel or any(tool["function"].get("strict") for tool in tools.definitions):
         return AnswerForm(syntax.grammar(tools.callable, parallel=tools.parallel, optional=True, instead=_instead(request, syntax)), "tools", read)
     return AnswerForm(syntax=read)
@@ -65,5 +65,5 @@ def _instead(request: GenerationRequest, syntax: ToolSyntax | None) -> str:
     if syntax is not None:  # else only a forced call is held to anything
         changes += ['leave "strict" out of the tools'] if any(tool["function"].get("strict") for tool in tools.definitions) else []
         changes += ['leave "parallel_tool_calls" out'] if not tools.parallel else []
-        changes += ['leave "response_format" out'] if request.response_format is not None else []
+        changes += [f'leave "{request.form[0]}" out'] if request.form is not None else []
     return f"or {' and '.join(changes)}"

@@ -49,10 +49,12 @@ class EngineArgs:
     device: str = option("auto", "cpu, cuda, cuda:N, or auto, which takes the first GPU where there is one")
     max_model_len: int | None = option(None, "most tokens of prompt and answer together [the checkpoint's context, or what fits into memory]", minimum=2)
     dtype: DType = option("auto", "compute type; float32 is the exact reference; auto the fastest for the device, on the cpp plane that of the stored weights")
-    kv_cache_dtype: DType = option("auto", "type of cached keys and values; auto is float32 under float32 compute and on the cpp plane, else a 16-bit type")
+    kv_cache_dtype: DType = option("auto", "type of cached keys and values; auto is float32 under float32 compute and where cpp computes on a CPU, else 16-bit")
     max_batch_size: int | None = option(None, "most requests that run at once; more wait in the queue [8; on a GPU 64]", minimum=1)
     prefill_chunk_tokens: int | None = option(
-        None, "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 320 beside answers]", minimum=0
+        None,
+        "most prompt tokens a step, so that long prompts do not stall running answers; 0 is off [512; on a GPU 8192, and 320 beside answers; cpp 2048 there]",
+        minimum=0,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that begin alike")
     kv_cache_memory: int | str | None = option(

@@ -21,22 +21,26 @@ import numpy as np
 from pocketllm.active_request import ActiveRequest, Prepared
 from pocketllm.answer_form import AnswerForm, answer_form
 from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, TokenConstraint
+from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.backends.open import open_backend
 from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.inbox import Inbox
 from pocketllm.parallel.rank import Rank
-from pocketllm.protocol.features import features
-from pocketllm.protocol.messages import render_role_content
-from pocketllm.protocol.refusals import summary
+from pocketllm.protocol.features import VOCABULARY_FEATURES, Surface, features
+from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.tools import with_described_tools
+from pocketllm.row_terms import check_min_tokens, row_terms, stop_token_ids
 from pocketllm.sampling_params import MAX_SEED
 from pocketllm.splitmix import splitmix64
 from pocketllm.text.answer import Reading
 from pocketllm.text.chat_template import PromptFormat, load_chat_template
-from pocketllm.text.grammar import AfterReasoning, GrammarCompiler
+from pocketllm.text.conversation import render_conversation
+from pocketllm.text.grammar import GrammarCompiler
+from pocketllm.text.infill import find_infill_markers
+from pocketllm.text.reasoned import AfterReasoning
 from pocketllm.text.reasoning import find_markers
 from pocketllm.text.stop import StopSequences
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -80,6 +84,8 @@ class GenerationService:
         self._defaults = defaults
         self._seeds = random.Random(seed) if seed is not None else secrets.SystemRandom()
         self._reasoning = find_markers(tokenizer)
+        self._infill = find_infill_markers(tokenizer)
+        self._call_id = tokenizer.backend.token_to_id(CALL_TOKEN)
         self._syntax = find_syntax(None if chat_template is None else chat_template.source, model_type)
         self._grammars = GrammarCompiler(tokenizer, backend.capabilities.vocab_size)
         self._has_warned_of_tools = False
@@ -115,7 +121,11 @@ class GenerationService:
     @property
     def features(self) -> frozenset[str]:
         """Everything that is acted on, by the plane and by the host."""
-        return features(self.capabilities, "full")
+        return self.features_of("full")
+
+    def features_of(self, surface: Surface) -> frozenset[str]:
+        """Those of them that `surface` shows."""
+        return features(self.capabilities, surface, frozenset() if self._infill is None else frozenset(VOCABULARY_FEATURES))
 
     def health(self) -> Health:
         return self.backend.health()
@@ -166,25 +176,37 @@ class GenerationService:
             UnsupportedFeatureError: a schema can't be honoured.
             ContextLengthExceededError: prompt and budget do not fit into the context.
         """
-        first, rows_per_prompt = requests[0], requests[0].sampling.n
+        first, rows_per_prompt = requests[0], requests[0].sampling.num_candidates
         is_single = len(requests) * rows_per_prompt == 1
+        terms = row_terms(first.sampling, self.tokenizer, self.capabilities.vocab_size)
         rows: list[EngineRequest] = []
+        echoes: list[str] = []
         for request in requests:
             prompt_ids, seed = self._prompt_ids(request), request.sampling.seed
+            if request.echo:
+                echoes.append(request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
             if seed is None:
                 seed = self._seeds.randint(0, MAX_SEED)
             for choice in range(rows_per_prompt):
                 row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
-                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice)))
-        reading = self._reading(first, rows[0].prompt_token_ids)
+                rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice), terms))
+        reading = replace(self._reading(first, rows[0].prompt_token_ids), echoes=tuple(echoes))
         form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
+        if form.grammar is not None and first.sampling.ignore_eos:
+            raise ConfigurationError(
+                '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
+                param="ignore_eos",
+            )
         if form.grammar is not None:
-            rows = [replace(row, constraint=self._constraint(form, reading)) for row in rows]
+            eos = rows[0].stop_token_ids.union(self._defaults.eos_token_ids)  # a form ends there, whatever was echoed
+            rows = [replace(row, constraint=self._constraint(first, form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
+        elif first.thinking_budget is not None:
+            rows = [replace(row, constraint=self._constraint(first, form, reading)) for row in rows]
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and self._syntax is not None and reading.reasoning is not None:
-            reading = replace(reading, call_id=self.tokenizer.backend.token_to_id(CALL_TOKEN))
-        return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading)
+            reading = replace(reading, call_id=self._call_id)
+        return Prepared(first.request_id, tuple(rows), rows_per_prompt, reading, first.sampling.n if rows_per_prompt > first.sampling.n else None)
 
     def prepare_grammars(self) -> None:
         """Do beforehand what the first answer that is held to a grammar would have to wait for, and with it every other request."""
@@ -199,26 +221,46 @@ class GenerationService:
         """The events of `requests` as an async iterator; they are prepared and submitted when first awaited."""
         return AsyncTokenStream(self, requests)
 
-    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int) -> EngineRequest:
+    def _row(self, request: GenerationRequest, row_id: str, prompt_ids: tuple[int, ...], seed: int, terms: LogitTerms | None) -> EngineRequest:
         sampling, defaults = request.sampling, self._defaults
+        max_tokens, stops = self._budget(request, len(prompt_ids)), stop_token_ids(sampling, self.capabilities.vocab_size)
+        check_min_tokens(sampling, max_tokens)
+        ranks = [count for count in (sampling.prompt_logprobs, sampling.logprobs if request.echo else None) if count is not None]
+        # Clients that rank a text and have one token generated, which they drop, count on its being there.
+        ignores_eos = sampling.ignore_eos or (request.echo and max_tokens == 1)
         return EngineRequest(
             request_id=row_id,
             prompt_token_ids=prompt_ids,
-            max_tokens=self._budget(request, len(prompt_ids)),
+            max_tokens=max_tokens,
             temperature=float(_first(sampling.temperature, defaults.temperature, 1.0)),
             top_p=float(_first(sampling.top_p, defaults.top_p, 1.0)),
             top_k=max(0, _first(sampling.top_k, defaults.top_k, 0)),
             seed=seed,
-            eos_token_ids=frozenset(defaults.eos_token_ids),
-            logprobs=sampling.logprobs,
+            eos_token_ids=stops if ignores_eos else stops.union(defaults.eos_token_ids),
+            logprobs=0 if sampling.logprobs is None and sampling.num_candidates > sampling.n else sampling.logprobs,
+            prompt_logprobs=max(ranks, default=None),
+            stop_token_ids=stops,
+            ignores_eos=ignores_eos,
+            terms=terms,
+            priority=sampling.priority,
         )
 
-    def _constraint(self, form: AnswerForm, reading: Reading) -> TokenConstraint:
-        assert form.grammar is not None
-        eos = frozenset(self._defaults.eos_token_ids)
-        constraint = self._grammars.constraint(form.grammar, eos, param=form.param)
-        markers = reading.reasoning
-        return constraint if markers is None else AfterReasoning(constraint, markers.start_id, markers.end_id, eos, is_open=reading.is_reasoning)
+    def _constraint(self, request: GenerationRequest, form: AnswerForm, reading: Reading) -> TokenConstraint:
+        eos, budget, markers = frozenset(self._defaults.eos_token_ids), request.thinking_budget, reading.reasoning
+        constraint = None if form.grammar is None else self._grammars.constraint(form.grammar, eos, param=form.param)
+        if markers is None:
+            if constraint is None or budget is not None:
+                raise refusal("thinking_token_budget", budget, "the reasoning of this model has no marks", 'Leave "thinking_token_budget" out', is_shape=False)
+            return constraint
+        return AfterReasoning(
+            constraint,
+            markers.start_id,
+            markers.end_id,
+            eos,
+            is_open=reading.is_reasoning,
+            budget=budget,
+            call_id=self._call_id if constraint is None and self._syntax is not None else None,
+        )
 
     def _reading(self, request: GenerationRequest, prompt_ids: tuple[int, ...]) -> Reading:
         stop = request.sampling.stop_sequences
@@ -229,19 +271,22 @@ class GenerationService:
             reasoning=markers,
             is_reasoning=markers is not None and markers.is_open(prompt_ids, self.tokenizer),
             has_logprobs=request.sampling.logprobs is not None,
+            is_streamed=request.is_streamed,
         )
 
     def _prompt_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         prompt, variables = request.prompt, self._template_variables(request)
         if not isinstance(prompt, str):
             ids = tuple(prompt)
-        elif variables and self.chat_template is not None:
-            ids = tuple(self.tokenizer.encode(self.chat_template.render(**variables), add_special_tokens=False))
         elif variables:
-            text = render_role_content(variables["messages"], add_generation_prompt=variables["add_generation_prompt"])
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=True))
+            text = render_conversation(self.chat_template, variables, continues=request.continues)
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=self.chat_template is None))
         else:
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+        if request.suffix and self._infill is not None:
+            start = tuple(self.tokenizer.encode("", add_special_tokens=True))  # a BOS, which comes before the markers
+            start = start if start == ids[: len(start)] else ()
+            ids = start + self._infill.prompt(ids[len(start) :], self.tokenizer.encode(request.suffix, add_special_tokens=False))
         if not ids:
             raise ConfigurationError('"prompt" is empty: there is no token to continue from. Send at least one character or token id.', param="prompt")
         vocab_size = self.capabilities.vocab_size
@@ -270,7 +315,7 @@ class GenerationService:
         max_tokens, default = request.sampling.max_tokens, request.default_max_tokens
         context = self.capabilities.context_length
         room = context - prompt_tokens
-        if room < 1:
+        if room < 1 and max_tokens != 0:
             raise ContextLengthExceededError(
                 f"This model's maximum context length is {context} tokens, and the prompt has {prompt_tokens}, which leaves no room for an answer. "
                 "Shorten the prompt; where the model was made for more, start the engine with a larger max_model_len or kv_cache_memory.",

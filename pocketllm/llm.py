@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,7 +132,9 @@ def build_requests(
 
 def build_request(prompt: str | Sequence[int], sampling_params: SamplingParams | None, request_id: str | None, features: frozenset[str]) -> GenerationRequest:
     """The GenerationRequest of exactly one prompt, for `generate_stream` of LLM and AsyncLLM."""
-    requests = build_requests(prompt, sampling_params, request_id, features)
+    requests = [replace(request, is_streamed=True) for request in build_requests(prompt, sampling_params, request_id, features)]
     if len(requests) != 1:
         raise ConfigurationError(f'"prompt" holds {len(requests)} prompts: a stream takes one. Use generate() for several.', param="prompt")
+    if requests[0].sampling.num_candidates > requests[0].sampling.n:
+        raise ConfigurationError('"best_of" is known when all candidates have ended, so no stream has it: use generate(), or leave it out.', param="best_of")
     return requests[0]

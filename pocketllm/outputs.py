@@ -97,6 +97,23 @@ class TokenLogprob(Alternative):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt.
+
+    Args:
+        token, bytes, token_id: as in Alternative.
+        logprob: natural log of its probability behind the tokens before it; None for the first token, which has none before it.
+        top: the most likely tokens there, most likely first.
+    """
+
+    token: str
+    bytes: bytes
+    token_id: int
+    logprob: float | None
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceOutput:
     """One finished choice.
 
@@ -109,6 +126,8 @@ class ChoiceOutput:
         reasoning_content: what the model thought before it answered, or None where it has no such part.
         tool_calls: the calls; all of them, or none when any is malformed, and then the text has them as they were written.
         logprobs: one entry a token of the text, reasoning and calls included, where they were asked for.
+        prompt_logprobs: one entry a token of the prompt, where they were asked for.
+        echo: the prompt's text, where the answer is to begin with it; `text` does not hold it.
     """
 
     index: int
@@ -118,6 +137,8 @@ class ChoiceOutput:
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[PromptToken, ...] | None = None
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,10 @@ class GenerationOutput:
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self.choices[0].logprobs
 
+    @property
+    def prompt_logprobs(self) -> tuple[PromptToken, ...] | None:
+        return self.choices[0].prompt_logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
@@ -172,6 +197,8 @@ class TokenEvent:
         index: of the choice.
         reasoning_content: reasoning that this event adds.
         tool_calls: parts of calls that this event adds.
+        logprobs: of tokens whose text can no longer change, where a stream was asked for them; those of all events, joined, are the finished choice's.
+        prompt_logprobs, echo: as in ChoiceOutput, on the first event of the choice.
     """
 
     request_id: str
@@ -182,3 +209,6 @@ class TokenEvent:
     index: int = 0
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] | None = None
+    echo: str = ""

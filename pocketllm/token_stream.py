@@ -164,7 +164,12 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             except asyncio.CancelledError:
                 self._close()
                 raise
-        return [event for event in self._reader.read(self._mailbox.take()) if event.token_ids or _says_something(event, self._reader)]
+        items = self._mailbox.take()
+        if self._reader.prepared.reading.is_streamed and any(step.prompt_logprobs for _, step in items):
+            found = await asyncio.to_thread(self._reader.read, items)  # it spells the prompt, which may be long
+        else:
+            found = self._reader.read(items)
+        return [event for event in found if event.token_ids or _says_something(event, self._reader)]
 
     async def __anext__(self) -> TokenEvent:
         """The next event. Raises as TokenStream does."""
@@ -195,7 +200,7 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             return None
 
     async def _output(self, reader: AnswerReader) -> GenerationOutput:
-        if not reader.prepared.reading.has_logprobs:
+        if not reader.has_logprobs:
             return reader.output()
         return await asyncio.to_thread(reader.output)  # 4,000 tokens with 20 alternatives each take 0.3 s to spell
 

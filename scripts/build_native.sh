@@ -3,6 +3,8 @@
 # pocketllm_cpp into the virtual environment's packages, and its launcher pocketllm_engine beside the environment's python. Does nothing, and says so,
 # where there is no C++ compiler: everything else runs without them.
 # NATIVE_REQUIRED  1: fail where they can't be built
+# POCKET_BACKEND   cpu, or cuda, which adds NVIDIA GPUs and needs nvcc and cuBLASLt: cpp_engine/backends/cuda/backend.cmake [cpu]
+# CUDAARCHS        GPUs to compile for, such as 86-real, or 90a-real for Hopper [all from Turing to Hopper]
 # VENV             virtual environment that gets them, and pybind11; cmake too when the machine has none [.venv]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,7 +35,7 @@ fi
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 pybind11=$("$venv/bin/python" -m pybind11 --cmakedir)
 echo "build_native: compiling the native parts (a few minutes; what the compiler says is in build/native.log)"
-attempt "$cmake" -S . -B build/native -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" -DPython_EXECUTABLE="$venv/bin/python" -Dpybind11_DIR="$pybind11"
+attempt "$cmake" -S . -B build/native -DPOCKET_BACKEND="${POCKET_BACKEND:-cpu}" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$target" -DPython_EXECUTABLE="$venv/bin/python" -Dpybind11_DIR="$pybind11"
 attempt "$cmake" --build build/native --parallel "$("$venv/bin/python" -c 'import os; print(os.cpu_count() or 1)')"
 attempt "$cmake" --install build/native --component python --prefix "$packages"
 attempt "$cmake" --install build/native --component launcher --prefix "$venv"

@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from pocketllm.backends.base import Capabilities
+from pocketllm.backends.cpp import CppBackend
+from pocketllm.backends.torch import TorchBackend
 from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
 from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
-from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES
-from pocketllm.protocol.fields import FIELDS, RULES, Endpoint
+from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, VOCABULARY_FEATURES, features
+from pocketllm.protocol.fields import FIELDS, RULES, Endpoint, Field
 
 ROOT = Path(__file__).resolve().parent.parent
+# What each plane declares, with the server's own features.
+PLANES = {
+    name: features(Capabilities(name, "", 0, 0, 0, **dict.fromkeys(plane.DECLARES, True)), "full", frozenset(VOCABULARY_FEATURES))  # type: ignore[arg-type]
+    for name, plane in (("torch", TorchBackend), ("cpp", CppBackend))
+}
 sys.path.append(str(ROOT / "scripts"))  # it runs as a module too
 
 import performance_tables  # noqa: E402
@@ -36,9 +43,23 @@ def option_table(cls: type[Any]) -> str:
 
 def field_table(endpoint: Endpoint) -> str:
     """Name, state, values and behaviour of each request field of an endpoint."""
-    words = {"implemented": "acted on", "refused": "refused", "inert": "ignored"}
-    rows = [(f"`{field.name}`", words[field.group], field.accepts, field.behaviour) for field in FIELDS if endpoint in field.endpoints]
-    return _table(("Field", "State", "Accepted", "What the server does"), rows)
+    rows = [
+        (f"`{field.name}`", *(_state(field, endpoint, acted_on) for acted_on in PLANES.values()), field.accepts, field.behaviour)
+        for field in FIELDS
+        if endpoint in field.endpoints
+    ]
+    return _table(("Field", *(f"{name} plane" for name in PLANES), "Accepted", "What the server does"), rows)
+
+
+def _state(field: Field, endpoint: Endpoint, acted_on: frozenset[str]) -> str:
+    """What becomes of a field on a plane that declares `acted_on`, the server's own features included."""
+    if field.group == "inert":
+        return "ignored"
+    needed = [rule.feature for rule in RULES if rule.field.partition(".")[0] == field.name and endpoint in rule.endpoints and rule.feature is not None]
+    lacking = dict.fromkeys(feature for feature in needed if feature not in acted_on)
+    if field.group == "refused" or (lacking and set(needed) == set(lacking)):
+        return "refused"
+    return "acted on" + "".join(f", not `{feature}`" for feature in lacking)
 
 
 def refusal_table(endpoint: Endpoint) -> str:
@@ -56,11 +77,15 @@ def feature_table() -> str:
     """Where each feature comes from."""
     rows = [(f"`{name}`", "always", _sentence(words)) for name, words in HOST_FEATURES.items()]
     rows += [(f"`{name}`", "where the engine declares `structured_outputs`", _sentence(words)) for name, words in GRAMMAR_FEATURES.items()]
+    rows += [(f"`{name}`", "where the engine declares `logprobs`", _sentence(words)) for name, words in RANKING_FEATURES.items()]
+    rows += [(f"`{name}`", "where the vocabulary has tokens for it", _sentence(words)) for name, words in VOCABULARY_FEATURES.items()]
     flags = {option.name for option in dataclasses.fields(Capabilities)}
     for name in dict.fromkeys(rule.feature for rule in RULES if rule.feature is not None):
-        if name not in HOST_FEATURES and name not in GRAMMAR_FEATURES:
+        if name not in {**HOST_FEATURES, **GRAMMAR_FEATURES, **RANKING_FEATURES, **VOCABULARY_FEATURES}:
             fields = ", ".join(dict.fromkeys(f"`{rule.field}`" for rule in RULES if rule.feature == name))
-            rows.append((f"`{name}`", "where the engine declares it" if name in flags else "on no engine yet", f"{fields} as the table below says."))
+            planes = [plane for plane, acted_on in PLANES.items() if name in acted_on]
+            there = "on no engine yet" if name not in flags or not planes else f"where the engine declares it: the {' and the '.join(planes)} plane"
+            rows.append((f"`{name}`", there + ("s" if len(planes) > 1 and name in flags else ""), f"{fields} as the table below says."))
     return _table(("Feature", "There", "What it is"), rows)
 
 

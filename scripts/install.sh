@@ -5,6 +5,7 @@
 # VENV           where the environment lives [.venv]
 # TORCH_VERSION  version of torch [2.13.0]
 # POCKETLLM_BUILD_CPP  1: build the native parts or fail; 0: leave them out [built where there is a compiler]
+# POCKET_BACKEND  cuda: build the native engine for NVIDIA GPUs too, or fail [cpu]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -50,8 +51,8 @@ echo "install: pocketllm${extras:+ with the extras $extras}"
 POCKETLLM_BUILD_CPP=0 "${pip[@]}" install --quiet --editable ".${extras:+[$extras]}" "torch==$torch_version"
 
 # The native parts: 1 asks for them, 0 leaves them out, otherwise they are built where there is a compiler.
-case "${POCKETLLM_BUILD_CPP:-auto}" in
-  0) ;;
-  1) NATIVE_REQUIRED=1 VENV=$venv scripts/build_native.sh ;;
+case "${POCKETLLM_BUILD_CPP:-auto}-${POCKET_BACKEND:-cpu}" in
+  0-*) ;;
+  1-* | auto-cuda) NATIVE_REQUIRED=1 VENV=$venv scripts/build_native.sh ;;
   *) VENV=$venv scripts/build_native.sh ;;
 esac

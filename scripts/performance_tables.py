@@ -17,6 +17,7 @@ import deepseek_cuda_table  # noqa: E402
 import cuda_table  # noqa: E402
 import native_cpu_table  # noqa: E402
 import native_cuda_table  # noqa: E402
+import sampler_terms_table  # noqa: E402
 import serving_cuda_table  # noqa: E402
 import serving_table  # noqa: E402
 from pocketllm.bench.compare import comparison_table  # noqa: E402
@@ -31,6 +32,7 @@ _TITLES = {
     "torch_cuda": "The torch plane on a GPU",
     "deepseek_cuda": "DeepSeek-V4's layers on the torch plane on a GPU",
     "serving_cuda": "Over HTTP on a GPU",
+    "sampler_terms": "What the sampler's terms cost",
     "load_generator": "The load generator against a known schedule",
     "compare": "`pocketllm bench compare`",
     "latency": "`pocketllm bench latency`",
@@ -109,11 +111,9 @@ def readme_gpu() -> str:
         ("decode, batch 64, after 512 tokens", "decode 64x512", "bf16"),
     ):
         ours, peer = _row(report, f"ours-{weights}", measure), _row(report, "peer", measure)
-        kind, _, size = measure.partition(" ")
-        limit = _row(report, "limits", weights)
         assert ours is not None
-        assert limit is not None
-        most = limit[kind] * (int(size.partition("x")[0]) if kind == "decode" else 1)
+        most = cuda_table.limit_of(_row(report, "limits", weights), measure, ours)
+        assert most is not None
         beside = ("-", "-") if peer is None else (_whole(peer["median"]), _ratio(ours["median"] / peer["median"]))
         rows.append((title, _whole(ours["median"]), *beside, f"{ours['median'] / most:.0%}"))
     decode, long = _row(earlier, "peer", "decode 1x2048"), next(row for row in earlier["rows"] if row["section"] == "long" and "append_seconds" in row)
@@ -212,6 +212,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "latency": latency_table,
     "throughput": throughput_table,
     "serve": load_table,
+    "sampler_terms": sampler_terms_table.table,
 }
 
 

@@ -1,8 +1,9 @@
 """Gives each hostile schema to the grammar compiler and prints, one JSON line a schema, what came of it and what it cost.
 
-    python tests/hostile_schemas.py response_format|forced|strict
+    python tests/hostile_schemas.py response_format|forced|strict|structured_outputs
 
 "forced" gives it as the parameters of a function in JSON's call form, "strict" as one parameter in that of Qwen, where calls are the model's choice.
+"structured_outputs" gives the regular expressions, choices and grammars of HOSTILE_FORMS instead.
 A program of its own: what it tries to bring down is the process that runs it. Its seconds are those of a processor, so that they do not depend on what
 else the machine does.
 """
@@ -21,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pocketllm.errors import PocketLLMError
+from pocketllm.text.form_grammar import form_grammar
 from pocketllm.text.grammar import GrammarCompiler, response_format_grammar
 from pocketllm.text.tool_parsers import JSON_CALLS
 from pocketllm.text.tool_parsers.qwen_xml import QwenXml
@@ -113,6 +115,47 @@ HOSTILE: dict[str, tuple[int, Callable[[], Any]]] = {
 }
 
 
+def lark(text: str) -> dict[str, Any]:
+    return {"grammar": text}
+
+
+HOSTILE_FORMS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "regex of 10,000 nested parentheses": (400, lambda: {"regex": "(" * 10_000 + ")" * 10_000}),
+    "regex of repeats within repeats": (400, lambda: {"regex": "((a{1,1000}){1,1000}){1,1000}"}),
+    "regex that closes its group": (400, lambda: {"regex": "a)|(b"}),
+    "long regex": (400, lambda: {"regex": "a" * 100_000}),
+    "regex that looks back": (400, lambda: {"regex": r"(a+)\1"}),
+    "ambiguous regex": (200, lambda: {"regex": "(a|a|a){0,300}(a*)*b"}),
+    "many choices": (400, lambda: {"choice": [str(number) for number in range(100_000)]}),
+    "long choices": (400, lambda: {"choice": ["x" * 1_000_000]}),
+    "1,000 choices": (200, lambda: {"choice": [f"choice number {number}" for number in range(1_000)]}),
+    "empty choice": (200, lambda: {"choice": [""]}),
+    "grammar without start": (400, lambda: lark('a: "x"')),
+    "grammar of nothing": (400, lambda: lark("")),
+    "grammar that can't end": (400, lambda: lark('start: "a" start')),
+    "rule that is not there": (400, lambda: lark("start: b")),
+    "left recursion": (200, lambda: lark('start: start "a" | "a"')),
+    "ambiguous grammar": (200, lambda: lark('start: start start start | start start | "a"')),
+    "empty loops": (200, lambda: lark('start: a* "x"\na: b*\nb: c?\nc: a? b?')),
+    "rules in a ring": (400, lambda: lark("start: a\na: b\nb: a")),
+    "chain of rules": (200, lambda: lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(400)) + 'r400: "x"\n')),
+    "too many rules": (400, lambda: lark('start: "a"\n' + "".join(f'r{i}: "x"\n' for i in range(2_000)))),
+    "long grammar": (400, lambda: lark("start: " + '"a" ' * 10_000)),
+    "grammar of nested parentheses": (400, lambda: lark("start: " + "(" * 4_000 + '"a"' + ")" * 4_000)),
+    "grammar of nested regex": (400, lambda: lark("start: /" + "(" * 4_000 + "a" + ")" * 4_000 + "/")),
+    "large repeat": (400, lambda: lark('start: "a"{1,100000000}')),
+    "repeats of repeats": (400, lambda: lark("start: r0\n" + "".join(f"r{i}: r{i + 1}{{1000}}\n" for i in range(12)) + 'r12: "x"\n')),
+    "doubling rules": (200, lambda: lark("start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60: ""\n')),
+    "schema within a grammar": (400, lambda: lark('start: %json {"type": "object"}')),
+    "options within a grammar": (400, lambda: lark('%llguidance {"no_forcing": true}\nstart: "a"')),
+    "control token": (400, lambda: lark("start: <|im_end|>")),
+    "text that does not end": (400, lambda: lark('start: "a')),
+    "ambiguous terminals": (200, lambda: lark("start: (A | B | C)*\nA: /[a-z]{1,40}/\nB: /[a-y]{1,41}/\nC: /[b-z]{1,42}/")),
+    "schema of no object": (400, lambda: {"json": "[1, 2"}),
+    "deep schema text": (400, lambda: {"json": "[" * 100_000}),
+}
+
+
 class Clock:
     """The longest that this process computed while this thread did not get to run."""
 
@@ -136,6 +179,8 @@ def megabytes() -> float:
 
 def grammar_of(way: str, schema: Any) -> tuple[str, str]:
     """A grammar, and the field that asks for it."""
+    if way == "structured_outputs":
+        return form_grammar(way, schema), way
     if way == "response_format":
         return response_format_grammar(response_format(schema)), way
     if way == "forced":
@@ -156,7 +201,7 @@ def main(way: str) -> None:
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     compiler.prepare()
     clock = Clock()
-    for name, (expected, build) in HOSTILE.items():
+    for name, (expected, build) in (HOSTILE_FORMS if way == "structured_outputs" else HOSTILE).items():
         schema = build()
         before, start, status, slowest, message = megabytes(), time.process_time(), 200, 0.0, ""
         clock.gap = 0.0

@@ -22,8 +22,15 @@ std::unique_ptr<Device> make_device(const std::string& name, int num_threads) {
     }
 #endif
     if (name == "auto" || name == "cpu") return std::make_unique<CpuDevice>(num_threads);
+    const std::string asked = "\"device\" = \"" + name + "\" ";
+    if (!name.starts_with("cuda")) throw Error(ErrorKind::unsupported, asked + "is no device of the native engine: send \"cpu\", \"cuda\", \"cuda:N\" or \"auto\".", "device");
+#ifdef POCKET_CUDA
+    throw Error(ErrorKind::unsupported, asked + "names no GPU: send \"cuda\" or \"cuda:N\", N the number of a GPU.", "device");
+#else
     throw Error(ErrorKind::unsupported,
-                "device: '" + name + "' is not in this build, which has cpu; use device 'cpu', or build with -DPOCKET_BACKEND for another", "device");
+                asked + "is not in this build of the native engine, which computes on the CPU alone: build it with POCKET_BACKEND=cuda, or send \"cpu\" or backend \"torch\".",
+                "device");
+#endif
 }
 
 }  // namespace pocket

@@ -34,19 +34,24 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path.string())
         data = ::mmap(nullptr, static_cast<std::size_t>(about.st_size), PROT_READ, MAP_PRIVATE, file, 0);
         if (data == MAP_FAILED) code = errno;
     }
-    ::close(file);  // the mapping stays
-    if (code) fail_to_read(path_, code);
-    if (!S_ISREG(about.st_mode)) fail(path_, "is no file: check the path of the model.");
-    if (about.st_size == 0) fail(path_, "is empty: download it again.");
+    if (data == MAP_FAILED) {
+        ::close(file);
+        if (code) fail_to_read(path_, code);
+        if (!S_ISREG(about.st_mode)) fail(path_, "is no file: check the path of the model.");
+        fail(path_, "is empty: download it again.");
+    }
     data_ = static_cast<const std::byte*>(data);
     size_ = static_cast<std::size_t>(about.st_size);
+    descriptor_ = file;
 }
 
 MappedFile::~MappedFile() {
     if (data_) ::munmap(const_cast<std::byte*>(data_), size_);
+    if (descriptor_ >= 0) ::close(descriptor_);
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : path_(std::move(other.path_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : path_(std::move(other.path_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 }  // namespace pocket

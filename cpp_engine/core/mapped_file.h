@@ -22,11 +22,13 @@ public:
 
     const std::string& path() const noexcept { return path_; }
     std::span<const std::byte> bytes() const noexcept { return {data_, size_}; }
+    int descriptor() const noexcept { return descriptor_; }  // of the open file, for reads that take a copy
 
 private:
     std::string path_;
     const std::byte* data_ = nullptr;
     std::size_t size_ = 0;
+    int descriptor_ = -1;
 };
 
 }  // namespace pocket

@@ -65,10 +65,14 @@ Needs needs_of(const Model& model, const CacheOptions& options) {
 
 // Bytes that the caches may take.
 std::int64_t memory_of(const DeviceInfo& device, const CacheOptions& options) {
-    if (!options.kv_cache_memory) return static_cast<std::int64_t>(device.free_memory / 4);
+    const std::string asked = "\"kv_cache_memory\" = " + std::to_string(options.kv_cache_memory) + " is more than the ";
+    const auto free = static_cast<std::int64_t>(device.free_memory), kept = static_cast<std::int64_t>(device.kept_memory);
+    if (!options.kv_cache_memory) return std::max<std::int64_t>(0, std::min(static_cast<std::int64_t>(static_cast<double>(free) * device.cache_share), free - kept));
     if (options.kv_cache_memory > device.total_memory) {
-        const std::string asked = "\"kv_cache_memory\" = " + std::to_string(options.kv_cache_memory) + " is more than the ";
         fail("kv_cache_memory", asked + mebibytes(static_cast<std::int64_t>(device.total_memory)) + " MiB of memory that " + device.name + " has: lower it.");
+    }
+    if (kept > 0 && options.kv_cache_memory > device.free_memory) {
+        fail("kv_cache_memory", asked + mebibytes(free) + " MiB that are free on " + device.name + " beside the weights and what a step takes: lower it.");
     }
     return static_cast<std::int64_t>(options.kv_cache_memory);
 }
@@ -119,7 +123,8 @@ CachePlan plan_caches(const Model& model, const DeviceInfo& device, const CacheO
     plan.shape.max_model_len = static_cast<int>(context);
     plan.kv_bytes = static_cast<std::size_t>(num_blocks * needs.block_bytes);
     plan.state_bytes = static_cast<std::size_t>(state_bytes);
-    const std::string where = is_explicit ? "kv_cache_memory = " + std::to_string(options.kv_cache_memory) : "a quarter of the free memory";
+    const std::string share = device.cache_share == 0.25 ? "a quarter" : std::to_string(static_cast<int>(100 * device.cache_share + 0.5)) + "%";
+    const std::string where = is_explicit ? "kv_cache_memory = " + std::to_string(options.kv_cache_memory) : share + " of the free memory";
     if (context < needs.context) {
         plan.limits.push_back("max_model_len is " + std::to_string(context) + ": the model was made for " + std::to_string(needs.context) +
                               ", whose KV cache does not fit into " + where);

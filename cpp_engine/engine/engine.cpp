@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -49,6 +50,31 @@ void require(bool holds, const char* field, const auto& value, const char* remed
     if (!holds) throw Error(ErrorKind::configuration, text('"', field, "\" = ", value, " is not valid: ", remedy, "."), field);
 }
 
+void require_id(std::int32_t id, const char* field, int vocab_size) {
+    require(id >= 0 && id < vocab_size, field, id, text("send ids from 0 to ", vocab_size - 1).c_str());
+}
+
+void check_terms(const LogitTerms& terms, int vocab_size) {
+    const auto is_finite = [](float value) { return std::isfinite(value); };
+    require(is_finite(terms.repetition_penalty) && terms.repetition_penalty > 0, "repetition_penalty", terms.repetition_penalty, "send a number above 0");
+    require(is_finite(terms.frequency_penalty), "frequency_penalty", terms.frequency_penalty, "send a finite number");
+    require(is_finite(terms.presence_penalty), "presence_penalty", terms.presence_penalty, "send a finite number");
+    require(terms.min_p >= 0 && terms.min_p <= 1, "min_p", terms.min_p, "send a number from 0 to 1");
+    require(terms.min_tokens >= 0, "min_tokens", terms.min_tokens, "send a whole number of at least 0");
+    for (const auto& [id, bias] : terms.logit_bias) {
+        require_id(id, "logit_bias", vocab_size);
+        require(is_finite(bias), "logit_bias", bias, "send finite numbers");
+    }
+    if (terms.allowed_token_ids) {
+        require(!terms.allowed_token_ids->empty(), "allowed_token_ids", "[]", "send at least one id");
+        for (const std::int32_t id : *terms.allowed_token_ids) require_id(id, "allowed_token_ids", vocab_size);
+    }
+    for (const auto& word : terms.bad_words) {
+        require(!word.empty(), "bad_words", "[[]]", "send at least one id for each");
+        for (const std::int32_t id : word) require_id(id, "bad_words", vocab_size);
+    }
+}
+
 // Refuse what would fail in a step, and take every row with it, or wait for blocks for ever.
 void check_terms(const Request& request, const CacheShape& cache, int vocab_size) {
     const auto& prompt = request.prompt_token_ids;
@@ -59,7 +85,7 @@ void check_terms(const Request& request, const CacheShape& cache, int vocab_size
                     text("\"prompt_token_ids\" has ", *unknown, " at place ", unknown - prompt.begin(), ": send ids from 0 to ", vocab_size - 1, "."),
                     "prompt_token_ids");
     }
-    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "send a whole number of at least 1");
+    require(request.max_tokens >= (request.prompt_logprobs ? 0 : 1), "max_tokens", request.max_tokens, "send a whole number of at least 1");
     const std::int64_t held = static_cast<std::int64_t>(cache.num_blocks) * cache.block_size;
     const std::int64_t most = cache.max_model_len > 0 ? std::min<std::int64_t>(held, cache.max_model_len) : held;
     if (static_cast<std::int64_t>(prompt.size()) + request.max_tokens > most) {
@@ -75,6 +101,11 @@ void check_terms(const Request& request, const CacheShape& cache, int vocab_size
     require(request.top_k >= 0, "top_k", request.top_k, "send a whole number of at least 0");
     if (request.logprobs) {
         require(*request.logprobs >= 0 && *request.logprobs <= max_logprobs, "logprobs", *request.logprobs, "send a whole number from 0 to 20");
+    }
+    if (request.terms) check_terms(*request.terms, vocab_size);
+    if (request.prompt_logprobs) {
+        const int count = *request.prompt_logprobs;
+        require(count >= 0 && count <= max_logprobs, "prompt_logprobs", count, "send a whole number from 0 to 20");
     }
 }
 
@@ -113,6 +144,7 @@ public:
 
     RequestId submit(Request request, StepCallback on_step) {
         check_terms(request, cache_, vocab_size_);
+        std::erase_if(request.stop_token_ids, [this](std::int32_t id) { return id < 0 || id >= vocab_size_; });  // some checkpoints name ends that they don't have
         const RequestId id = ++last_id_;
         Active active{std::make_shared<Row>(id, std::move(request)), std::move(on_step)};
         const std::lock_guard lock(mutex_);
@@ -238,21 +270,30 @@ private:
         std::vector<RunRow> rows;
         StepPlan kept;
         for (const ScheduledRow& scheduled : step) {
-            const Row& row = *scheduled.row;
+            Row& row = *scheduled.row;
             const std::uint32_t* mask = nullptr;
+            std::span<const LogitEdit> edits;
             try {
-                if (scheduled.samples) mask = masks_.fill(kept.size(), row);
+                if (scheduled.samples && row.edits) edits = row.edits->step(row.answer());
+                if (scheduled.samples) mask = masks_.fill(kept.size(), row, edits);
             } catch (...) {
                 end(scheduled.row, std::current_exception());
                 continue;
             }
             const auto first = static_cast<std::size_t>(row.num_computed_tokens), count = static_cast<std::size_t>(scheduled.num_tokens);
             rows.push_back({std::span(row.token_ids).subspan(first, count), row.num_computed_tokens, row.block_table, row.slot, scheduled.samples, &row.request,
-                            row.num_generated(), mask});
+                            row.num_generated(), mask, edits, ranked(row, scheduled.num_tokens)});
             kept.push_back(scheduled);
         }
         step = std::move(kept);
         return rows;
+    }
+
+    static RankedTokens ranked(Row& row, int num_tokens) {
+        const auto [begin, end] = row.ranked(num_tokens);
+        if (begin == end) return {};
+        const std::span ids = std::span(std::as_const(row.token_ids)).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+        return {begin - 1 - row.num_computed_tokens, ids, *row.request.prompt_logprobs, &row.prompt_logprobs};
     }
 
     // Without those that say that a row starts at its first token, which is nothing to carry out.
@@ -296,10 +337,10 @@ private:
     }
 
     void publish(const RowUpdate& update, TokenLogprobs& logprobs) {
-        const Row& row = *update.row;
-        ++totals_.generated_tokens;
-        if (update.num_generated == 1) totals_.cached_tokens += static_cast<std::uint64_t>(*row.cached_tokens);
-        StepOutput output{row.id, {}, update.num_generated, update.finish_reason, *row.cached_tokens, nullptr, {}};
+        Row& row = *update.row;
+        totals_.generated_tokens += update.num_generated > 0;
+        if (update.num_generated <= 1) totals_.cached_tokens += static_cast<std::uint64_t>(*row.cached_tokens);
+        StepOutput output{row.id, {}, update.num_generated, update.finish_reason, *row.cached_tokens, nullptr, {}, std::exchange(row.prompt_logprobs, {})};
         if (update.token_id) {
             output.token_ids.push_back(*update.token_id);
             if (row.request.logprobs) output.logprobs.push_back(std::move(logprobs));
@@ -315,7 +356,7 @@ private:
 
     void emit_end(const Row& row, std::exception_ptr error) {
         const FinishReason reason = error == nullptr ? FinishReason::cancelled : FinishReason::error;
-        emit({row.id, {}, row.num_generated(), reason, row.cached_tokens.value_or(0), std::move(error), {}});
+        emit({row.id, {}, row.num_generated(), reason, row.cached_tokens.value_or(0), std::move(error), {}, {}});
     }
 
     // Call the row's listener, which may call the engine, so without the lock. Only this thread erases from active_, and its nodes stay where they are.

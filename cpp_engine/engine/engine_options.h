@@ -13,8 +13,8 @@ struct QwenEngineOptions {
     std::string dtype = "auto";                             // of the weights: "float32", "bfloat16", "float16", or as stored
     std::string kv_cache_dtype = "auto";                    // "float32", "bfloat16", "float16", or the device's default, beside float32 weights float32
     int max_model_len = 0;                                  // tokens of prompt and answer; 0 is what the model was made for, or what fits
-    int max_batch_size = 0;                                 // most running requests; 0 is 8, or fewer where their states would leave too little to the KV cache
-    std::size_t kv_cache_memory = 0;                        // bytes of keys, values and states; 0 is room for all rows, at most a quarter of free memory
+    int max_batch_size = 0;                                 // most running requests; 0 is 8, on a GPU 64, or fewer where their states would leave too little to the KV cache
+    std::size_t kv_cache_memory = 0;                        // bytes of keys, values and states; 0 is room for all rows, at most a quarter of free memory, on a GPU 95%
     int num_threads = 0;                                    // of the CPU device; 0 is the cores that the process may use
     int prefill_chunk_tokens = 512;                         // most prompt tokens a step; 0 computes each prompt in one step
     bool enable_prefix_caching = true;
@@ -31,7 +31,9 @@ struct EngineCaps {
     bool per_request_top_k = true;
     bool prefix_caching = true;
     bool structured_outputs = true;                         // QwenBatchSamplingParams::constraint is honoured
+    bool logit_terms = true;                                // so are QwenBatchSamplingParams::terms and ::priority
     int max_logprobs = 20;                                  // alternatives ranked at a token
+    bool prompt_logprobs = true;                            // QwenBatchSamplingParams::prompt_logprobs is honoured
     std::vector<std::string> speculative_methods;
 };
 

@@ -1,21 +1,38 @@
 #include "engine/masks.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "pocket/error.h"
 
 namespace pocket {
 
-const std::uint32_t* Masks::fill(std::size_t place, const Row& row) {
-    if (row.request.constraint == nullptr) return nullptr;
+const std::uint32_t* Masks::fill(std::size_t place, Row& row, std::span<const LogitEdit> edits) {
+    TokenConstraint* constraint = row.request.constraint.get();
+    const std::span<const std::uint32_t> allowed = row.edits ? row.edits->allowed(vocab_size_) : std::span<const std::uint32_t>();
+    if (constraint == nullptr && allowed.empty()) return nullptr;
     if (words_.size() <= place) words_.resize(place + 1);
     auto& words = words_[place];
     words.assign(static_cast<std::size_t>(vocab_size_ + 31) / 32, 0);
-    row.request.constraint->fill(words);
-    if (vocab_size_ % 32 != 0) words.back() &= (1U << vocab_size_ % 32) - 1;  // there are no such ids, so they must not count as allowed
+    if (constraint != nullptr) {
+        constraint->fill(words);
+        if (vocab_size_ % 32 != 0) words.back() &= (1U << vocab_size_ % 32) - 1;  // there are no such ids, so they must not count as allowed
+        for (std::size_t word = 0; word < allowed.size(); ++word) words[word] &= allowed[word];
+    } else {
+        std::ranges::copy(allowed, words.begin());
+    }
+    for (const LogitEdit& edit : edits) {
+        if (std::isinf(edit.offset)) words[static_cast<std::size_t>(edit.id / 32)] &= ~(1U << edit.id % 32);
+    }
     if (std::ranges::all_of(words, [](std::uint32_t word) { return word == 0; })) {
-        throw Error(ErrorKind::configuration, "The constraint on this answer allows no token here, so it can be neither continued nor ended: relax it.",
-                    "constraint");
+        if (allowed.empty() && edits.empty()) {
+            throw Error(ErrorKind::configuration, "The constraint on this answer allows no token here, so it can be neither continued nor ended: relax it.",
+                        "constraint");
+        }
+        throw Error(ErrorKind::configuration,
+                    "What this request allows leaves no token here, so its answer can be neither continued nor ended: relax \"allowed_token_ids\", \"bad_words\", "
+                    "\"min_tokens\", or the form that the answer is held to.",
+                    allowed.empty() ? "bad_words" : "allowed_token_ids");
     }
     return words.data();
 }

@@ -1,8 +1,9 @@
-// Masks of constrained rows: which ids each may draw next.
+// Masks of rows that have a constraint, or allow some ids alone: which each may draw next.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "engine/row.h"
@@ -14,9 +15,9 @@ class Masks {
 public:
     explicit Masks(int vocab_size) : vocab_size_(vocab_size) {}
 
-    // Ask the constraint of a row that samples for its next mask; null where it has none. The words stay as they are until the next call for this `place`
-    // in a step. Throws what the constraint throws, and Error where it allows no id.
-    const std::uint32_t* fill(std::size_t place, const Row& row);
+    // The next mask of a row that samples: what its constraint and its request allow, without what `edits`, of this draw, rule out; null where neither is
+    // there. The words stay as they are until the next call for this `place` in a step. Throws what the constraint throws, and Error where no id is left.
+    const std::uint32_t* fill(std::size_t place, Row& row, std::span<const LogitEdit> edits);
 
     // Tell the constraint of a row what it drew, before the scheduler resolves it, and note whether anything may follow. Throws what the constraint throws.
     static void accept(Row& row, std::int32_t token_id);

@@ -15,13 +15,21 @@ namespace {
 constexpr int token_granularity = 256;      // room for steps grows by this many tokens
 constexpr int graph_rows = 8;               // graphs are made for 1, 2, 4 and 8 rows, then for every eight more
 constexpr int graph_blocks = 32;            // and for so many blocks a row, or a power of two of them
-constexpr int logits_at_once = 64;          // tokens, which bounds the memory of logits()
+constexpr int logits_at_once = 64;          // tokens, which bounds the memory of logits() and rank()
 constexpr std::size_t alignment = 64;       // bytes, of each layer's cache and each array of a step
 
 std::size_t align(std::size_t num_bytes) { return (num_bytes + alignment - 1) / alignment * alignment; }
 
 int padded_rows_of(int num_rows) {
     return num_rows < graph_rows ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(num_rows))) : (num_rows + graph_rows - 1) / graph_rows * graph_rows;
+}
+
+// Of a row whose logits are not finite, which fails when it draws: the lowest there is.
+TokenLogprobs logprobs_of(const SampleOutput& output) {
+    constexpr float lowest = -9999;
+    TokenLogprobs found{output.is_finite ? output.logprob : lowest, {}};
+    for (int rank = 0; rank < output.num_top; ++rank) found.top.emplace_back(output.top_ids[rank], output.top_logprobs[rank]);
+    return found;
 }
 
 }  // namespace
@@ -118,11 +126,16 @@ Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size
     const std::size_t token_ids = make_room(tokens), positions = make_room(tokens), slot_mapping = make_room(tokens), row_starts = make_room(num_rows + 1);
     const std::size_t lengths = make_room(num_rows), block_tables = make_room(num_rows * width), state_slots = make_room(num_rows);
     const std::size_t sample_tokens = make_room(static_cast<std::size_t>(step.num_samples));
+    std::size_t num_ranked = 0;
+    for (const std::size_t place : order) num_ranked += rows[place].ranked.ids.size();
+    const std::size_t ranked_tokens = make_room(num_ranked);
     inputs_.assign(total, 0);
-    std::size_t token = 0, sample = sample_tokens;
+    std::size_t token = 0, sample = sample_tokens, ranked = ranked_tokens;
     for (std::size_t index = 0; index < num_real; ++index) {
         const RunRow& row = rows[order[index]];
         inputs_[row_starts + index] = static_cast<std::int32_t>(token);
+        for (std::size_t place = 0; place < row.ranked.ids.size(); ++place)
+            inputs_[ranked++] = static_cast<std::int32_t>(token + place) + row.ranked.first;
         for (std::size_t place = 0; place < row.token_ids.size(); ++place, ++token) {
             const int position = row.num_computed_tokens + static_cast<int>(place);
             const std::int32_t block = row.block_table[static_cast<std::size_t>(position / shape_.block_size)];
@@ -157,6 +170,7 @@ Step ModelRunner::upload(std::span<const RunRow> rows, std::span<const std::size
     step.block_tables = base + block_tables;
     step.state_slots = base + state_slots;
     step.sample_tokens = base + sample_tokens;
+    ranked_tokens_ = base + ranked_tokens;
     return step;
 }
 
@@ -165,18 +179,53 @@ std::vector<Draw> ModelRunner::run(std::span<const RunRow> rows, std::span<const
     std::vector<std::size_t> order(rows.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
     std::stable_partition(order.begin(), order.end(), [&](std::size_t place) { return rows[place].token_ids.size() == 1; });
-    std::size_t num_tokens = 0;
-    for (const RunRow& row : rows) num_tokens += row.token_ids.size();
-    reserve(static_cast<int>(num_tokens), static_cast<int>(rows.size()));
+    std::size_t num_tokens = 0, num_ranked = 0;
+    for (const RunRow& row : rows) num_tokens += row.token_ids.size(), num_ranked += row.ranked.ids.size();
+    reserve(static_cast<int>(num_tokens), std::max(static_cast<int>(rows.size()), static_cast<int>(std::min<std::size_t>(num_ranked, logits_at_once))));
     if (has_graphs_ && std::all_of(rows.begin(), rows.end(), [](const RunRow& row) { return row.token_ids.size() == 1 && row.samples; }))
         return sample(decode(rows, order), rows, order);
     const Step step = upload(rows, order, false);
     const Tensor logits = model_.forward(step, {kv_layers_, state_layers_});
-    if (step.num_samples == 0) {
-        device_.synchronize();  // what went wrong is known now, not in a later step
-        return {};
+    std::vector<Draw> draws;
+    if (step.num_samples > 0) draws = sample(logits, rows, order);
+    if (num_ranked > 0) rank(step, rows, order);  // last, since it writes over the logits
+    if (draws.empty()) device_.synchronize();  // what went wrong is known now, not in a later step
+    return draws;
+}
+
+// A draw under a mask that allows one id alone is that id, and its log probability is over all of them: so a device needs no operator more.
+void ModelRunner::rank(Step step, std::span<const RunRow> rows, std::span<const std::size_t> order) {
+    std::vector<const RankedTokens*> owners;                // of each ranked token, in the order of ranked_tokens_
+    std::vector<std::int32_t> ids;
+    for (const std::size_t place : order) {
+        const RankedTokens& ranked = rows[place].ranked;
+        owners.insert(owners.end(), ranked.ids.size(), &ranked);
+        ids.insert(ids.end(), ranked.ids.begin(), ranked.ids.end());
     }
-    return sample(logits, rows, order);
+    const std::size_t words = (static_cast<std::size_t>(model_.vocab_size()) + 31) / 32;
+    std::vector<std::uint32_t> allowed(words * logits_at_once);
+    for (std::size_t first = 0; first < ids.size(); first += logits_at_once) {
+        const std::size_t count = std::min<std::size_t>(logits_at_once, ids.size() - first);
+        step.num_samples = static_cast<int>(count);
+        step.sample_tokens = ranked_tokens_ + first;
+        const std::vector<float> temperatures(count, 0.0F), top_ps(count, 1.0F);
+        const std::vector<std::int32_t> zeros(count, 0);
+        const std::vector<std::uint64_t> seeds(count, 0);
+        std::vector<std::int32_t> num_logprobs;
+        std::vector<const std::uint32_t*> masks;
+        std::ranges::fill(allowed, 0U);
+        for (std::size_t line = 0; line < count; ++line) {
+            const auto id = static_cast<std::size_t>(ids[first + line]);
+            allowed[line * words + id / 32] = 1U << id % 32;
+            masks.push_back(allowed.data() + line * words);
+            num_logprobs.push_back(owners[first + line]->num_top);
+        }
+        std::vector<SampleOutput> outputs(count);
+        device_.sample(model_.logits(step), {temperatures, top_ps, zeros, seeds, zeros, num_logprobs, masks}, outputs);
+        for (std::size_t line = 0; line < count; ++line) {
+            owners[first + line]->found->push_back(logprobs_of(outputs[line]));
+        }
+    }
 }
 
 // A size is computed as it is when it is met first, and recorded for the next time.
@@ -209,6 +258,9 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
     std::vector<std::int32_t> top_ks, draws, num_logprobs;
     std::vector<std::uint64_t> seeds;
     std::vector<const std::uint32_t*> masks;
+    std::vector<std::span<const LogitEdit>> edits;
+    std::vector<float> min_ps;
+    const bool has_terms = std::ranges::any_of(rows, [](const RunRow& row) { return row.samples && row.request->terms.has_value(); });
     for (const std::size_t place : order) {
         const RunRow& row = rows[place];
         if (!row.samples) continue;
@@ -221,9 +273,13 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         draws.push_back(row.draw);
         num_logprobs.push_back(request.logprobs.value_or(-1));
         masks.push_back(row.mask);
+        if (has_terms) {
+            edits.push_back(row.edits);
+            min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
+        }
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks}, outputs);
+    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs);
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });
@@ -234,8 +290,7 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         draw.token_id = output.token_id;
         draw.is_finite = output.is_finite;
         if (!output.is_finite || num_logprobs[index] < 0) continue;
-        draw.logprobs.logprob = output.logprob;
-        for (int rank = 0; rank < output.num_top; ++rank) draw.logprobs.top.emplace_back(output.top_ids[rank], output.top_logprobs[rank]);
+        draw.logprobs = logprobs_of(output);
     }
     return results;
 }

@@ -37,6 +37,7 @@ private:
     Step upload(std::span<const RunRow> rows, std::span<const std::size_t> order, bool samples_all, int padded_rows = 0, int padded_blocks = 0);
     Tensor decode(std::span<const RunRow> rows, std::span<const std::size_t> order);
     void record(const std::pair<int, int>& size, const Step& step);
+    void rank(Step step, std::span<const RunRow> rows, std::span<const std::size_t> order);
     std::vector<Draw> sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order);
 
     Device& device_;
@@ -49,6 +50,7 @@ private:
     int max_tokens_ = 0, max_samples_ = 0;                  // that the model has room for
     std::vector<std::int32_t> inputs_;                      // a step's arrays, one behind the other, as they are uploaded
     std::unique_ptr<Buffer> device_inputs_;
+    const std::int32_t* ranked_tokens_ = nullptr;           // in device_inputs_: tokens of the uploaded step by whose logits others are ranked
 
     // Steps of rows that all decode, recorded for a number of rows and of blocks a row; smaller ones are padded. They hold addresses of the model and of
     // device_inputs_, so all go when one of these grows.

@@ -71,6 +71,9 @@ RequestId QwenBatchScheduler::submit_request(std::vector<std::int32_t> prompt_to
     request.stop_token_ids = sampling.stop_token_ids ? *sampling.stop_token_ids : engine_.config().eos_token_ids;
     request.logprobs = sampling.logprobs;
     request.constraint = sampling.constraint;
+    request.terms = sampling.terms;
+    request.priority = sampling.priority;
+    request.prompt_logprobs = sampling.prompt_logprobs;
     auto record = std::make_shared<Record>();
     record->result.usage.prompt_tokens = static_cast<int>(request.prompt_token_ids.size());
     record->callbacks = std::move(callbacks);
@@ -89,6 +92,7 @@ void QwenBatchScheduler::publish(const std::shared_ptr<Record>& record, const St
     result.request_id = output.request_id;
     result.token_ids.insert(result.token_ids.end(), output.token_ids.begin(), output.token_ids.end());
     result.logprobs.insert(result.logprobs.end(), output.logprobs.begin(), output.logprobs.end());
+    result.prompt_logprobs.insert(result.prompt_logprobs.end(), output.prompt_logprobs.begin(), output.prompt_logprobs.end());
     result.usage.completion_tokens = output.num_generated;
     result.usage.cached_tokens = std::max(result.usage.cached_tokens, output.cached_tokens);
     if (callbacks.on_step) guarded("on_step", output.request_id, [&] { callbacks.on_step(output); });

@@ -19,7 +19,7 @@
 namespace pocket {
 
 struct QwenBatchSamplingParams {
-    int max_new_tokens = 128;                               // at least 1
+    int max_new_tokens = 128;                               // at least 1, or 0 with prompt_logprobs, where nothing is generated
     float temperature = 0;                                  // 0 is greedy
     float top_p = 1;                                        // (0, 1]; 1 is off
     int top_k = 0;                                          // 0 is off
@@ -27,6 +27,9 @@ struct QwenBatchSamplingParams {
     std::optional<std::vector<std::int32_t>> stop_token_ids;  // without them, the EOS ids of the checkpoint
     std::optional<int> logprobs;                            // alternatives to rank at each token, 0 to 20
     std::shared_ptr<TokenConstraint> constraint;
+    std::optional<LogitTerms> terms;                        // what changes the logits
+    int priority = 0;                                       // lower numbers are started first and preempted last
+    std::optional<int> prompt_logprobs;                     // alternatives to rank at each token of the prompt but the first, 0 to 20
 };
 
 struct QwenBatchUsage {
@@ -41,6 +44,7 @@ struct QwenBatchResult {
     FinishReason finish_reason = FinishReason::stop;
     QwenBatchUsage usage;
     std::vector<TokenLogprobs> logprobs;                    // one for each of token_ids where they were asked for
+    std::vector<TokenLogprobs> prompt_logprobs;             // one for each token of the prompt but the first, where they were asked for
     std::exception_ptr error;                               // with FinishReason::error
 };
 

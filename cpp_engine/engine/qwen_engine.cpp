@@ -10,6 +10,7 @@
 
 #include "core/splitmix.h"
 #include "engine/model_runner.h"
+#include "engine/warm_up.h"
 #include "io/eos.h"
 #include "models/qwen3_5.h"
 #include "pocket/error.h"
@@ -58,6 +59,7 @@ CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& d
     CacheOptions wanted;
     wanted.max_model_len = options.max_model_len;
     wanted.max_batch_size = options.max_batch_size;
+    wanted.default_rows = device.default_rows;
     wanted.kv_cache_memory = options.kv_cache_memory;
     wanted.prefill_token_budget = options.prefill_chunk_tokens;
     wanted.enable_prefix_caching = options.enable_prefix_caching;
@@ -76,8 +78,12 @@ QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOpt
 
     device_ = make_device(options.device, options.num_threads);
     model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress);
+    const CacheOptions wanted = cache_options(options, device_->info(), dtype);
+    if (device_->info().warms_up) {
+        if (progress) progress(1, "trying prompts");
+        try_prompts(*device_, *model_, wanted);
+    }
     const DeviceInfo device = device_->info();
-    const CacheOptions wanted = cache_options(options, device, dtype);
     const CachePlan plan = plan_caches(*model_, device, wanted);
     const int step_tokens = options.prefill_chunk_tokens > 0 ? std::min(options.prefill_chunk_tokens, plan.shape.max_model_len) : 512;
     runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots);

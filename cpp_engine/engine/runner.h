@@ -6,9 +6,18 @@
 #include <vector>
 
 #include "engine/request.h"
+#include "pocket/device.h"
 #include "pocket/error.h"
 
 namespace pocket {
+
+// Tokens whose log probabilities a row's step is to give: ids[0] by the logits of the row's token `first` in this step, and so on.
+struct RankedTokens {
+    int first = 0;
+    std::span<const std::int32_t> ids;
+    int num_top = 0;                                        // alternatives
+    std::vector<TokenLogprobs>* found = nullptr;            // where they are put, one behind the other
+};
 
 // One row's share of a step, as the scheduler chose it. Pointers are valid during the call.
 struct RunRow {
@@ -19,7 +28,9 @@ struct RunRow {
     bool samples = false;                                   // whether its last token's logits are drawn from
     const Request* request = nullptr;                       // how
     int draw = 0;                                           // number of this draw in its row, from 0
-    const std::uint32_t* mask = nullptr;                    // ids that its constraint allows, or null
+    const std::uint32_t* mask = nullptr;                    // ids that its constraint and its request allow, or null
+    std::span<const LogitEdit> edits = {};                  // of its logits
+    RankedTokens ranked = {};                               // of its prompt
 };
 
 // The recurrent state of one slot becomes that of another, in all layers.

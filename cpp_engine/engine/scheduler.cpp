@@ -16,6 +16,23 @@ Scheduler::Scheduler(const CacheShape& cache, const SchedulerOptions& options)
     for (int slot = 0; slot < options.max_batch_size; ++slot) free_slots_.push_back(slot);
 }
 
+namespace {
+
+// Where a row goes in rows that are ordered by priority, lower numbers first: behind its equals, or before them.
+auto behind_equals(auto& rows, const Row& row) {
+    return std::ranges::upper_bound(rows, row.request.priority, {}, [](const auto& other) { return other->request.priority; });
+}
+auto before_equals(auto& rows, const Row& row) {
+    return std::ranges::lower_bound(rows, row.request.priority, {}, [](const auto& other) { return other->request.priority; });
+}
+
+}  // namespace
+
+void Scheduler::add(std::shared_ptr<Row> row) {
+    const auto place = behind_equals(waiting_, *row);
+    waiting_.insert(place, std::move(row));
+}
+
 void Scheduler::remove(std::shared_ptr<Row> row) {
     if (row->is_running()) {
         std::erase(running_, row);
@@ -61,7 +78,7 @@ StepPlan Scheduler::schedule() {
     while (!waiting_.empty() && static_cast<int>(running_.size()) < options_.max_batch_size && budget > 0 && start(*waiting_.front())) {
         const auto row = std::move(waiting_.front());
         waiting_.pop_front();
-        running_.push_back(row);
+        running_.insert(behind_equals(running_, *row), row);
         const int count = cut(*row, std::min(row->num_pending_tokens(), budget));
         budget -= count;
         step.push_back({row, count, count == row->num_pending_tokens()});
@@ -72,6 +89,7 @@ StepPlan Scheduler::schedule() {
 void Scheduler::advance(const StepPlan& step) {
     for (const auto& [row, num_tokens, samples] : step) {
         if (!row->is_running()) continue;
+        if (row->request.prompt_logprobs) row->num_ranked = std::max(row->num_ranked, row->ranked(num_tokens).second - 1);
         row->num_computed_tokens += num_tokens;
         extend_prefixes(*row);
         if (keeps_snapshots()) take_snapshot(*row);
@@ -94,6 +112,7 @@ std::vector<RowUpdate> Scheduler::resolve(const StepPlan& step, std::span<const 
         } else if (row->awaits_end()) {
             update.finish_reason = FinishReason::length;
         }
+        if (row->request.max_tokens == 0) update = {row, place, std::nullopt, 0, FinishReason::length};  // what was drawn is not asked for
         if (update.finish_reason) remove(row);
         updates.push_back(std::move(update));
     }
@@ -105,7 +124,8 @@ void Scheduler::preempt(std::shared_ptr<Row> row) {
     std::erase(running_, row);
     release(*row);
     row->num_computed_tokens = 0;
-    waiting_.push_front(std::move(row));
+    const auto place = before_equals(waiting_, *row);
+    waiting_.insert(place, std::move(row));
     ++num_preemptions_;
 }
 
@@ -121,6 +141,9 @@ int Scheduler::prompt_budget() const {
 // A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there.
 bool Scheduler::start(Row& row) {
     std::vector<std::int32_t> blocks = pool_.match_prefix(row.token_ids);
+    if (row.request.prompt_logprobs && row.num_ranked + 1 < static_cast<int>(row.request.prompt_token_ids.size())) {  // what is not computed can't be ranked
+        blocks.resize(std::min(blocks.size(), static_cast<std::size_t>(row.num_ranked / pool_.block_size())));
+    }
     if (states_) {
         while (!blocks.empty() && !states_->has(pool_.prefix_of(blocks.back()))) blocks.pop_back();
     }
@@ -232,6 +255,9 @@ void Scheduler::check_integrity() const {
     }
     pool_.check_integrity(tables);
     check(static_cast<int>(running_.size()) <= options_.max_batch_size, "more rows run than there are slots");
+    const auto priority = [](const auto& row) { return row->request.priority; };
+    check(std::ranges::is_sorted(running_, {}, priority) && std::ranges::is_sorted(waiting_, {}, priority),
+          "a row is before one with a lower number as its priority");
     std::ranges::sort(slots);
     bool is_whole = static_cast<int>(slots.size()) == options_.max_batch_size;
     for (std::size_t place = 0; is_whole && place < slots.size(); ++place) is_whole = slots[place] == static_cast<int>(place);

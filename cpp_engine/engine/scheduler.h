@@ -51,8 +51,8 @@ public:
     // Takes effect with the next `schedule`.
     void set_prefill_token_budget(int tokens) noexcept { options_.prefill_token_budget = tokens; }
 
-    // Queue a new row behind those that wait. Its tokens all fit into the pool.
-    void add(std::shared_ptr<Row> row) { waiting_.push_back(std::move(row)); }
+    // Queue a new row behind those that wait with its priority or a lower number. Its tokens all fit into the pool.
+    void add(std::shared_ptr<Row> row);
 
     // Take a row out, wherever it is, and free its blocks. An id that is unknown is taken back.
     void remove(std::shared_ptr<Row> row);
@@ -81,7 +81,7 @@ public:
     // One update for each row that sampled, in the order of their places.
     std::vector<RowUpdate> resolve(const StepPlan& step, std::span<const std::int32_t> drawn);
 
-    // Free a running row's blocks and slot and put it first in the queue; what it computed is recomputed later. Its last id is known.
+    // Free a running row's blocks and slot and put it first among those of its priority in the queue; what it computed is recomputed later. Its last id is known.
     void preempt(std::shared_ptr<Row> row);
 
     // std::logic_error unless rows, tables and pools agree.

@@ -96,7 +96,10 @@ void SafetensorsFile::read_header() {
     if (!header.is_object()) fail(file_.path() + " has a corrupt header, which is no JSON object: download it again.");
     const std::span<const std::byte> data = bytes.subspan(8 + header_size);
     for (const auto& [name, entry] : header.object()) {
-        if (name != "__metadata__") tensors_.push_back(read_entry(file_.path(), name, entry, data));
+        if (name == "__metadata__") continue;
+        HostTensor& tensor = tensors_.emplace_back(read_entry(file_.path(), name, entry, data));
+        tensor.descriptor = file_.descriptor();
+        tensor.offset = tensor.data - bytes.data();
     }
     // An empty tensor lies before the one that begins where it ends.
     std::sort(tensors_.begin(), tensors_.end(), [](const HostTensor& a, const HostTensor& b) {
@@ -120,6 +123,7 @@ void SafetensorsFile::align() {
         copies_.push_back(std::make_unique_for_overwrite<std::byte[]>(size_of(tensor)));
         std::memcpy(copies_.back().get(), tensor.data, size_of(tensor));
         tensor.data = copies_.back().get();
+        tensor.descriptor = -1;
     }
 }
 

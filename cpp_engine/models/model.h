@@ -40,6 +40,9 @@ public:
 
     // logits [step.num_samples, vocab_size] float32, in memory of the model that is valid until the next call.
     virtual Tensor forward(const Step& step, const ModelCaches& caches) = 0;
+
+    // The same for other samples of the step that `forward` has just computed: `step` is that step with sample_tokens of its own.
+    virtual Tensor logits(const Step& step) = 0;
 };
 
 }  // namespace pocket

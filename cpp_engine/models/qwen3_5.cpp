@@ -228,6 +228,11 @@ Tensor Qwen3_5::forward(const Step& step, const ModelCaches& caches) {
         device_.linear(hidden, &layer.feed_forward_norm, *layer.gate_up, Epilogue::swiglu, inner);
         device_.linear(inner, nullptr, *layer.down, Epilogue::add, hidden);
     }
+    return logits(step);
+}
+
+Tensor Qwen3_5::logits(const Step& step) {
+    const Tensor hidden = view(hidden_, DType::float32, step.num_tokens, config_.hidden_size);
     const Tensor logits = view(logits_, DType::float32, step.num_samples, config_.vocab_size);
     if (step.num_samples == 0) return logits;
     const Tensor sampled = view(sampled_, DType::float32, step.num_samples, config_.hidden_size);

@@ -36,6 +36,7 @@ public:
 
     void reserve(int max_tokens, int max_rows, int max_samples) override;
     Tensor forward(const Step& step, const ModelCaches& caches) override;
+    Tensor logits(const Step& step) override;
 
     const Qwen3_5Config& config() const noexcept { return config_; }
 

@@ -10,8 +10,8 @@ void bind_options(py::module_& module) {
         .field("dtype", &Options::dtype, "of the weights: \"float32\", \"bfloat16\", \"float16\", or \"auto\" for as they are stored")
         .field("kv_cache_dtype", &Options::kv_cache_dtype, "\"float32\", \"bfloat16\", \"float16\", or \"auto\" for the device's default")
         .field("max_model_len", &Options::max_model_len, "most tokens of prompt and answer together; 0 is what the model was made for, or what fits")
-        .field("max_batch_size", &Options::max_batch_size, "most running requests; 0 is 8, or fewer where memory is short")
-        .field("kv_cache_memory", &Options::kv_cache_memory, "bytes of cached keys, values and states; 0 is room for all, at most a quarter of free memory")
+        .field("max_batch_size", &Options::max_batch_size, "most running requests; 0 is 8, on a GPU 64, or fewer where memory is short")
+        .field("kv_cache_memory", &Options::kv_cache_memory, "bytes of cached keys, values and states; 0 is room for all, at most a quarter of free memory, on a GPU 95%")
         .field("num_threads", &Options::num_threads, "of the CPU device; 0 is every core that the process may use")
         .field("prefill_chunk_tokens", &Options::prefill_chunk_tokens, "most prompt tokens a step; 0 computes each prompt in one step")
         .field("enable_prefix_caching", &Options::enable_prefix_caching, "reuse what prompts have in common")
@@ -27,7 +27,9 @@ void bind_options(py::module_& module) {
         .field("per_request_top_k", &Caps::per_request_top_k, "so is top_k")
         .field("prefix_caching", &Caps::prefix_caching, "an equal beginning of prompts is computed once")
         .field("structured_outputs", &Caps::structured_outputs, "QwenBatchSamplingParams.constraint is honoured")
+        .field("logit_terms", &Caps::logit_terms, "so are QwenBatchSamplingParams.terms and .priority")
         .field("max_logprobs", &Caps::max_logprobs, "most alternatives that are ranked at a token")
+        .field("prompt_logprobs", &Caps::prompt_logprobs, "QwenBatchSamplingParams.prompt_logprobs is honoured")
         .field("speculative_methods", &Caps::speculative_methods, "names of speculative decoding methods");
 
     using Config = QwenConfig;

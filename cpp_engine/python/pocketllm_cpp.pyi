@@ -12,6 +12,8 @@ backend: str
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
+def linked_devices() -> list[str]: ...
+
 class Error(RuntimeError):
     kind: Literal["configuration", "unsupported", "unavailable", "device", ""]
     field: str | None
@@ -67,7 +69,11 @@ class EngineCaps:
     @property
     def structured_outputs(self) -> bool: ...
     @property
+    def logit_terms(self) -> bool: ...
+    @property
     def max_logprobs(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
     @property
     def speculative_methods(self) -> list[str]: ...
 
@@ -225,6 +231,29 @@ class PersistentEngine:
     @property
     def config(self) -> QwenConfig: ...
 
+class LogitTerms:
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Sequence[tuple[int, float]]
+    min_p: float
+    min_tokens: int
+    allowed_token_ids: TokenIds | None
+    bad_words: Sequence[TokenIds]
+    def __init__(
+        self,
+        *,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
+        allowed_token_ids: TokenIds | None = None,
+        bad_words: Sequence[TokenIds] = ...,
+    ) -> None: ...
+
+@final
 class QwenBatchSamplingParams:
     max_new_tokens: int
     temperature: float
@@ -234,6 +263,9 @@ class QwenBatchSamplingParams:
     stop_token_ids: TokenIds | None
     logprobs: int | None
     constraint: TokenConstraint | None
+    terms: LogitTerms | None
+    priority: int
+    prompt_logprobs: int | None
     def __init__(
         self,
         *,
@@ -245,6 +277,9 @@ class QwenBatchSamplingParams:
         stop_token_ids: TokenIds | None = None,
         logprobs: int | None = None,
         constraint: TokenConstraint | None = None,
+        terms: LogitTerms | None = None,
+        priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> None: ...
 
 @final
@@ -269,6 +304,8 @@ class QwenBatchResult:
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
+    @property
     def error(self) -> BaseException | None: ...
 
 @final
@@ -287,6 +324,8 @@ class QwenBatchStep:
     def error(self) -> BaseException | None: ...
     @property
     def logprobs(self) -> list[TokenLogprobs]: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
 
 @final
 class EngineStats:

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <concepts>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace pocket::python {
@@ -26,6 +28,8 @@ std::string wanted() {
     else if constexpr (std::floating_point<Field>) return "a number";
     else if constexpr (std::is_same_v<Field, std::string>) return "a string";
     else if constexpr (requires { typename Field::value_type; Field().has_value(); }) return wanted<typename Field::value_type>() + ", or None";
+    else if constexpr (std::is_same_v<Field, std::vector<std::pair<std::int32_t, float>>>) return "a list of pairs of a token id and a number";
+    else if constexpr (std::is_same_v<Field, std::vector<std::vector<std::int32_t>>>) return "a list of lists of token ids";
     else return "a list of token ids";
 }
 

@@ -27,6 +27,8 @@ public:
         num_generated_ = output.num_generated;
         token_ids_.insert(token_ids_.end(), output.token_ids.begin(), output.token_ids.end());
         logprobs_.insert(logprobs_.end(), output.logprobs.begin(), output.logprobs.end());
+        if (!output.prompt_logprobs.empty() && num_outputs_ > 0) fault_ = "what was told of the prompt comes late";
+        if (num_outputs_++ == 0) prompt_logprobs_ = output.prompt_logprobs;
         if (output.finish_reason) end_ = output;
         changed_.notify_all();
     }
@@ -40,6 +42,7 @@ public:
 
     std::vector<std::int32_t> token_ids() { return end(), token_ids_; }
     std::vector<TokenLogprobs> logprobs() { return end(), logprobs_; }
+    std::vector<TokenLogprobs> prompt_logprobs() { return end(), prompt_logprobs_; }
     FinishReason reason() { return *end().finish_reason; }
 
     std::string error() {
@@ -62,8 +65,8 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::int32_t> token_ids_;
-    std::vector<TokenLogprobs> logprobs_;
-    int num_generated_ = 0;
+    std::vector<TokenLogprobs> logprobs_, prompt_logprobs_;
+    int num_generated_ = 0, num_outputs_ = 0;
     StepOutput end_;
     std::string fault_;
 };

@@ -1,6 +1,7 @@
 // Devices that an operator's test runs on, and memory on them.
 #pragma once
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -13,13 +14,18 @@
 
 namespace pocket::ops {
 
-// Every linked device, and the CPU by each instruction set that this processor has, with one thread and with three.
+// Every linked device, and the CPU by each instruction set that this processor has, with one thread and with three. Where the environment has TEST_DEVICE, that
+// device alone: a tool that slows a GPU down a hundred times need not wait for the others.
 inline void on_every_device(const std::function<void(Device&, const std::string&)>& test) {
-    for (const std::string& name : linked_devices()) {
+    const char* const only = std::getenv("TEST_DEVICE");
+    std::vector<std::string> names = linked_devices();
+    if (only) names.assign(1, only);
+    for (const std::string& name : names) {
         if (name == "cpu") continue;
         const std::unique_ptr<Device> device = make_device(name, 0);
         test(*device, name);
     }
+    if (only && std::string(only) != "cpu") return;
     for (const Isa isa : available_isas()) {
         for (const int threads : {1, 3}) {
             CpuDevice device(threads, isa);

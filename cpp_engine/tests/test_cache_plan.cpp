@@ -28,6 +28,7 @@ public:
     std::size_t bytes_per_token() const noexcept override { return 0; }
     void reserve(int, int, int) override {}
     Tensor forward(const Step&, const ModelCaches&) override { throw Error(ErrorKind::unavailable, "figures only"); }
+    Tensor logits(const Step&) override { throw Error(ErrorKind::unavailable, "figures only"); }
 };
 
 constexpr std::size_t mebibyte = 1 << 20, block = 2 * 2 * 128 * 4 * 16, slot = 6 * (4 * 32 * 32 + 3 * 256) * 4;
@@ -134,6 +135,30 @@ TEST(smaller_values_take_less) {
     CacheOptions options;
     options.kv_cache_dtype = DType::bfloat16;
     CHECK_EQ(plan(options).kv_bytes, 8 * 256 * block / 2);
+}
+
+// A GPU's memory is the engine's own, but for what it keeps to steps.
+TEST(a_device_says_what_is_left_to_the_caches) {
+    DeviceInfo gpu = device_with(9 * mebibyte);
+    gpu.name = "cuda:0";
+    gpu.cache_share = 0.95;
+    gpu.kept_memory = 3 * mebibyte;
+    CacheOptions options;
+    options.default_rows = 64;
+    const CachePlan kept = plan_caches(Figures(), gpu, options);  // 6 MiB, which is less than 95% of 9
+    CHECK(kept.kv_bytes + kept.state_bytes <= 6 * mebibyte);
+    CHECK(kept.kv_bytes + kept.state_bytes + block + slot > 6 * mebibyte);
+    gpu.kept_memory = 1;
+    const CachePlan shared = plan_caches(Figures(), gpu, options);
+    CHECK(shared.kv_bytes + shared.state_bytes <= 9 * mebibyte * 95 / 100);
+    CHECK(shared.kv_bytes > kept.kv_bytes);
+    CHECK_EQ(shared.limits.size(), 2u);
+    CHECK(shared.limits.at(0).ends_with("whose KV cache does not fit into 95% of the free memory"));
+    options.kv_cache_memory = 10 * mebibyte;
+    CHECK_THROWS(plan_caches(Figures(), gpu, options),
+                 "\"kv_cache_memory\" = 10485760 is more than the 9 MiB that are free on cuda:0 beside the weights and what a step takes: lower it.");
+    gpu.kept_memory = 10 * mebibyte;
+    CHECK_THROWS(plan_caches(Figures(), gpu, {}), "0 MiB may be used");
 }
 
 TEST(what_does_not_fit_is_refused_with_the_figures) {

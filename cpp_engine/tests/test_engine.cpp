@@ -156,6 +156,54 @@ TEST(log_probabilities_come_with_their_ids) {
     }
 }
 
+// What a runner of `toy_ranks` says of `request`'s prompt.
+void check_ranks(const Asked& asked, const Request& request) {
+    const auto found = asked->prompt_logprobs();
+    const auto& prompt = request.prompt_token_ids;
+    CHECK_EQ(found.size(), request.prompt_logprobs ? prompt.size() - 1 : 0U);
+    std::uint64_t digest = 0;
+    for (std::size_t place = 0; place < found.size(); ++place) {
+        digest = toy_mix(digest, static_cast<std::uint64_t>(prompt[place]));
+        const TokenLogprobs wanted = toy_ranks(digest, prompt[place + 1], *request.prompt_logprobs);
+        CHECK_EQ(found[place].logprob, wanted.logprob);
+        CHECK(found[place].top == wanted.top);
+    }
+}
+
+TEST(prompts_are_ranked_in_any_batch_and_by_any_pieces) {
+    for (std::uint32_t seed = 0; seed < 40; ++seed) {
+        const int number = static_cast<int>(seed), num_blocks = 12 + number % 30;  // few enough blocks that rows give way to each other
+        const CacheShape cache = number % 2 ? hybrid_cache(num_blocks, 4, number % 7) : attention_cache(num_blocks);
+        Setup setup(cache, std::array{0, 1, 3, 7, 16, 512}[seed % 6], seed % 5 != 0);
+        std::vector<Request> requests = random_requests(seed, 20);
+        std::vector<Asked> asked;
+        for (std::size_t place = 0; place < requests.size(); ++place) {
+            if (place % 3 != 0) requests[place].prompt_logprobs = static_cast<int>(place);
+            if (place % 3 == 2) requests[place].max_tokens = 0;
+            asked.push_back(ask(*setup.engine, requests[place]));
+        }
+        for (std::size_t place = 0; place < requests.size(); ++place) {
+            CHECK_EQ(asked[place]->token_ids(), alone(requests[place], cache));
+            check_ranks(asked[place], requests[place]);
+            if (place % 3 == 0) continue;
+            CHECK_EQ(asked[place]->end().cached_tokens, 0);
+            if (place % 3 == 2) CHECK_EQ(asked[place]->reason(), FinishReason::length);
+            if (place % 3 == 2) CHECK_EQ(asked[place]->end().num_generated, 0);
+        }
+        CHECK_EQ(setup.engine->stats().kv_blocks_used, 0);
+        CHECK_EQ(setup.engine->death(), "");
+    }
+}
+
+TEST(a_ranked_prompt_leaves_its_blocks_to_others) {
+    Setup setup(attention_cache(64));
+    Request request = ask_for(0, 19, 0);
+    request.prompt_logprobs = 2;
+    for (int turn = 0; turn < 2; ++turn) check_ranks(ask(*setup.engine, request), request);
+    CHECK_EQ(ask(*setup.engine, ask_for(0, 19, 3))->end().cached_tokens, 16);
+    CHECK_EQ(setup.engine->stats().generated_tokens, 3U);
+}
+
 TEST(a_cancelled_row_ends_and_others_go_on) {
     Setup setup(hybrid_cache(64, 2));
     Gate gate(setup.runner, 8);

@@ -147,6 +147,8 @@ TEST(requests_that_break_their_terms_are_refused_by_name) {
     refuses([](Request& request) { request.top_p = 0; }, "top_p", "\"top_p\" = 0 is not valid");
     refuses([](Request& request) { request.top_p = 1.5F; }, "top_p", "\"top_p\" = 1.5 is not valid");
     refuses([](Request& request) { request.top_k = -1; }, "top_k", "\"top_k\" = -1 is not valid");
+    refuses([](Request& request) { request.prompt_logprobs = 21; }, "prompt_logprobs", "\"prompt_logprobs\" = 21 is not valid");
+    refuses([](Request& request) { request.prompt_logprobs = 0, request.max_tokens = -1; }, "max_tokens", "\"max_tokens\" = -1 is not valid");
     refuses([](Request& request) { request.logprobs = 21; }, "logprobs", "\"logprobs\" = 21 is not valid");
     refuses([](Request& request) { request.logprobs = -1; }, "logprobs", "\"logprobs\" = -1 is not valid");
     CHECK_EQ(ask(*setup.engine, ask_for(0, 4, 28))->token_ids().size(), 28U);

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "engine/cache_plan.h"
+#include "engine/warm_up.h"
 #include "models/qwen3_5.h"
 #include "pocket/error.h"
 #include "reference_model.h"
@@ -240,6 +241,50 @@ TEST(logits_of_each_token) {
     });
 }
 
+// Of two prompts, one of them in chunks, beside a row that decodes.
+TEST(prompts_are_ranked_where_they_are_computed) {
+    on_each_device([](Loaded& loaded) {
+        TestRow a(150, 1, {9, 8, 7, 6, 5, 4, 3, 2, 1, 0}), b(20, 0, {20, 21}), c(3, 2, {30});
+        step(*loaded.runner, {&c}, {0});
+        const auto run = [&](std::vector<RunRow> rows, const std::vector<TestRow*>& owners, std::vector<std::vector<TokenLogprobs>>& found) {
+            for (std::size_t place = 0; place < rows.size(); ++place) {
+                const TestRow& owner = *owners[place];
+                const std::size_t begin = static_cast<std::size_t>(owner.num_computed_tokens) + 1, end = begin + rows[place].token_ids.size();
+                if (&owner == &c) continue;
+                const std::span<const std::int32_t> ids = std::span(owner.token_ids).subspan(begin, std::min(end, owner.token_ids.size()) - begin);
+                rows[place].ranked = {0, ids, static_cast<int>(4 * place), &found[place]};
+            }
+            const std::vector<Draw> draws = loaded.runner->run(rows, {});
+            std::size_t drawn = 0;
+            for (std::size_t place = 0; place < rows.size(); ++place) owners[place]->advance(rows[place], rows[place].samples ? draws.at(drawn++).token_id : -1);
+        };
+        const TestRow prompts[] = {a, b};
+        std::vector<std::vector<TokenLogprobs>> found(3);
+        run({a.next(101), b.next(), c.next()}, {&a, &b, &c}, found);
+        run({a.next()}, {&a}, found);
+        for (std::size_t place = 0; place < 2; ++place) {
+            const auto& ids = prompts[place].token_ids;
+            const auto logits = ReferenceModel(loaded.tiny).logits(ids);
+            CHECK_EQ(found[place].size(), ids.size() - 1);
+            for (std::size_t token = 0; token + 1 < ids.size(); ++token) {
+                const auto& row = logits[token];
+                const double best = *std::max_element(row.begin(), row.end());
+                double total = 0;
+                for (const double value : row) total += std::exp(value - best);
+                const auto logprob = [&](std::int32_t id) { return row[static_cast<std::size_t>(id)] - best - std::log(total); };
+                CHECK_NEAR(found[place][token].logprob, logprob(ids[token + 1]), 1e-3);
+                CHECK_EQ(found[place][token].top.size(), 4 * place);
+                for (const auto& [id, value] : found[place][token].top) CHECK_NEAR(value, logprob(id), 1e-3);
+                if (place > 0) CHECK_NEAR(found[place][token].top[0].second, -std::log(total), 1e-3);
+            }
+        }
+        for (int count = 0; count < 3; ++count) step(*loaded.runner, {&c, &a, &b}, {0, 0, 0});
+        check_greedy(loaded, a, 150);
+        check_greedy(loaded, b, 20);
+        check_greedy(loaded, c, 3);
+    });
+}
+
 TEST(what_the_device_does_not_compute_is_refused_at_once) {
     const TemporaryFolder folder;
     TinyCheckpoint tiny;
@@ -258,5 +303,21 @@ TEST(what_the_device_does_not_compute_is_refused_at_once) {
 TEST(slots_are_as_large_as_planned) {
     on_each_device([](Loaded& loaded) {
         CHECK_EQ(slot_bytes(*loaded.model), 3 * static_cast<std::size_t>(loaded.model->delta_net_shape().state_size()) * sizeof(float));
+    });
+}
+
+// Prompts are tried on caches of their own; what runs before and after them is the same.
+TEST(prompts_that_are_tried_leave_no_trace) {
+    on_each_device([](Loaded& loaded) {
+        TestRow row(37, 2, {7, 3, 30, 11});
+        step(*loaded.runner, {&row}, {20});
+        for (const int budget : {0, 1, 7, 100}) {
+            CacheOptions options;
+            options.prefill_token_budget = budget;
+            try_prompts(*loaded.device, *loaded.model, options);
+        }
+        step(*loaded.runner, {&row}, {0});
+        for (int count = 0; count < 4; ++count) step(*loaded.runner, {&row}, {0});
+        check_greedy(loaded, row, 37);
     });
 }

@@ -33,6 +33,8 @@ struct How {
     std::uint64_t seed = 0;
     std::int32_t draw = 0, num_logprobs = -1;
     const std::uint32_t* mask = nullptr;
+    std::vector<LogitEdit> edits = {};
+    float min_p = 0;
 };
 
 // One sample a row of logits [rows, vocab].
@@ -43,7 +45,13 @@ std::vector<SampleOutput> sample(Device& device, const std::vector<float>& logit
     std::vector<std::int32_t> top_ks, draws, num_logprobs;
     std::vector<std::uint64_t> seeds;
     std::vector<const std::uint32_t*> masks;
+    std::vector<std::span<const LogitEdit>> edits;
+    std::vector<float> min_ps;
+    bool has_terms = false;
     for (const How& how : rows) {
+        edits.emplace_back(how.edits);
+        min_ps.push_back(how.min_p);
+        has_terms = has_terms || !how.edits.empty() || how.min_p > 0;
         temperatures.push_back(how.temperature);
         top_ps.push_back(how.top_p);
         top_ks.push_back(how.top_k);
@@ -54,8 +62,11 @@ std::vector<SampleOutput> sample(Device& device, const std::vector<float>& logit
     }
     std::vector<SampleOutput> outputs(rows.size());
     device.reserve(static_cast<int>(count), static_cast<int>(count));
-    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count), {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks},
-                  outputs);
+    if (!has_terms) edits.clear(), min_ps.clear();
+    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count),
+                  {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs);
+    const std::vector<float> left = array.values();
+    CHECK(std::memcmp(left.data(), logits.data(), logits.size() * sizeof(float)) == 0);  // they are left as they are
     return outputs;
 }
 
@@ -277,5 +288,144 @@ TEST(draws_follow_the_distribution) {
         CHECK_NEAR(counts[1], kDraws * 0.3 / 0.95, 130);
         CHECK_NEAR(counts[2], kDraws * 0.15 / 0.95, 130);
         CHECK_EQ(counts[3], 0);
+    });
+}
+
+// One row in float64 as device.h defines it, with noise of its own for each id: edits, mask, min_p, top_k, top_p.
+std::int32_t reference(const std::vector<float>& logits, const How& how) {
+    std::vector<double> changed(logits.begin(), logits.end());
+    for (const LogitEdit& edit : how.edits) {
+        double& logit = changed[static_cast<std::size_t>(edit.id)];
+        logit = (logit > 0 ? logit / edit.scale : logit * edit.scale) + edit.offset;
+    }
+    std::vector<std::int32_t> order;
+    for (std::size_t id = 0; id < changed.size(); ++id) {
+        if (std::isfinite(changed[id]) && (!how.mask || (how.mask[id / 32] >> (id % 32) & 1u))) order.push_back(static_cast<std::int32_t>(id));
+    }
+    const auto logit_of = [&](std::int32_t id) { return changed[static_cast<std::size_t>(id)]; };
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logit_of(a) > logit_of(b); });
+    if (how.temperature == 0 || how.top_k == 1) return order[0];
+    const auto scaled = [&](std::int32_t id) { return (logit_of(id) - logit_of(order[0])) / how.temperature; };
+    std::size_t kept = order.size();
+    if (how.min_p > 0) while (kept > 1 && scaled(order[kept - 1]) < std::log(static_cast<double>(how.min_p))) --kept;
+    if (how.top_k > 0) kept = std::min(kept, static_cast<std::size_t>(how.top_k));
+    if (how.top_p < 1) {
+        double total = 0, mass = 0;
+        for (std::size_t i = 0; i < kept; ++i) total += std::exp(scaled(order[i]));
+        std::size_t count = 0;
+        while (count < kept && mass < how.top_p * total) mass += std::exp(scaled(order[count++]));
+        kept = count;
+    }
+    const std::uint64_t stream = splitmix64(splitmix64(how.seed, 0), static_cast<std::uint64_t>(how.draw));
+    std::int32_t best = -1;
+    double most = -std::numeric_limits<double>::infinity();
+    for (std::size_t i = 0; i < kept; ++i) {
+        const double uniform = (static_cast<double>(splitmix64(stream, static_cast<std::uint64_t>(order[i]) + 1) >> 11) + 0.5) * 0x1p-53;
+        const double sum = scaled(order[i]) - std::log(-std::log(uniform));
+        if (sum > most) most = sum, best = order[i];
+    }
+    return best;
+}
+
+// Edits of every third id, some of which are ruled out and some of which are made likely.
+std::vector<LogitEdit> make_edits(int vocab, std::uint64_t seed) {
+    Random random(seed);
+    std::vector<LogitEdit> edits;
+    for (int id = random.below(3); id < vocab; id += 3) {
+        const float offset = random.below(8) == 0 ? -std::numeric_limits<float>::infinity() : static_cast<float>(random.next() * 4);
+        edits.push_back({id, random.below(2) == 0 ? 1.0f : static_cast<float>(1.4 + random.next()), offset});
+    }
+    return edits;
+}
+
+TEST(edits_and_min_p_draw_what_the_reference_draws) {
+    constexpr int kSmall = 200;  // as many as the CPU device gives noise of their own
+    std::vector<std::uint32_t> mask((kSmall + 31) / 32);
+    for (std::size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<std::uint32_t>(splitmix64(97, i));
+    std::vector<float> logits;
+    std::vector<How> rows;
+    std::vector<std::int32_t> wanted;
+    for (int i = 0; i < 240; ++i) {
+        const std::vector<float> row = make_logits(i % 2 == 0 ? 4.0 : 14.0, kSmall);
+        How how{i % 5 == 0 ? 0.0f : 0.9f, i % 3 == 0 ? 0.8f : 1.0f, i % 4 == 0 ? 20 : 0, static_cast<std::uint64_t>(i), i};
+        if (i % 7 < 3) how.mask = mask.data();
+        if (i % 3 < 2) how.edits = make_edits(kSmall, static_cast<std::uint64_t>(i));
+        if (i % 4 < 2) how.min_p = i % 8 < 4 ? 0.05f : 0.4f;
+        if (i % 60 == 1) how.min_p = 1.0f;
+        logits.insert(logits.end(), row.begin(), row.end());
+        wanted.push_back(reference(row, how));
+        rows.push_back(std::move(how));
+    }
+    on_every_device([&](Device& device, const std::string& where) {
+        const std::vector<SampleOutput> found = sample(device, logits, rows);
+        for (std::size_t row = 0; row < rows.size(); ++row) {
+            if (found[row].token_id != wanted[row])
+                check::fail(__FILE__, __LINE__, where + ": row " + std::to_string(row) + " drew " + std::to_string(found[row].token_id) + " and not " + std::to_string(wanted[row]));
+        }
+        for (std::size_t row = 0; row < rows.size(); row += 17) {  // alone as in the batch
+            const std::vector<float> own(logits.begin() + static_cast<std::ptrdiff_t>(row) * kSmall, logits.begin() + static_cast<std::ptrdiff_t>(row + 1) * kSmall);
+            CHECK_EQ(sample(device, own, {rows[row]})[0].token_id, wanted[row]);
+        }
+    });
+}
+
+TEST(edits_of_a_large_vocabulary_draw_what_one_thread_of_the_cpu_draws) {
+    constexpr int kLarge = 140001;
+    std::vector<std::uint32_t> mask((kLarge + 31) / 32);
+    for (std::size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<std::uint32_t>(splitmix64(98, i));
+    std::vector<float> logits;
+    std::vector<How> rows;
+    for (const double scale : {0.5, 12.0, 60.0}) {
+        const std::vector<float> row = make_logits(scale, kLarge);
+        const std::vector<LogitEdit> edits = make_edits(kLarge, static_cast<std::uint64_t>(scale));
+        for (const How& how : {How{1, 1, 0, 21, 0, 20, nullptr, edits}, How{1, 0.9f, 0, 22, 1, -1, nullptr, {}, 0.02f}, How{0.7f, 0.9f, 50, 23, 2, 5, nullptr, edits, 0.1f},
+                               How{1.5f, 0.3f, 0, 24, 3, -1, mask.data(), edits}, How{1, 0.95f, 900, 25, 4, 0, mask.data(), edits, 0.001f}, How{1, 1, 0, 26, 5, 1, mask.data()},
+                               How{0, 1, 0, 27, 6, 3, mask.data(), edits, 0.5f}, How{1, 1, 0, 28, 7, 2, nullptr, edits, 0.9f}}) {
+            logits.insert(logits.end(), row.begin(), row.end());
+            rows.push_back(how);
+        }
+    }
+    CpuDevice oracle(1);
+    const std::vector<SampleOutput> wanted = sample(oracle, logits, rows);
+    on_every_device([&](Device& device, const std::string&) {
+        const std::vector<SampleOutput> found = sample(device, logits, rows);
+        for (std::size_t row = 0; row < rows.size(); ++row) {
+            CHECK_EQ(found[row].token_id, wanted[row].token_id);
+            if (rows[row].num_logprobs < 0) continue;
+            CHECK_NEAR(found[row].logprob, wanted[row].logprob, 2e-5);
+            CHECK_EQ(std::vector<std::int32_t>(found[row].top_ids, found[row].top_ids + found[row].num_top),
+                     std::vector<std::int32_t>(wanted[row].top_ids, wanted[row].top_ids + wanted[row].num_top));
+        }
+    });
+}
+
+TEST(log_probabilities_are_of_the_logits_before_edits_and_min_p) {
+    const std::vector<std::uint32_t> mask = make_mask();
+    on_every_device([&](Device& device, const std::string&) {
+        const std::vector<float> logits = make_logits(8.0);
+        double total = 0;
+        for (const float logit : logits) total += std::exp(static_cast<double>(logit));
+        const SampleOutput plain = sample(device, logits, {{0, 1, 0, 0, 0, 20}})[0];
+        for (const How& how : {How{0.7f, 0.9f, 50, 3, 1, 20, mask.data(), make_edits(kVocab, 5)}, How{1, 1, 0, 4, 2, 20, nullptr, make_edits(kVocab, 6), 0.3f},
+                               How{1, 1, 0, 4, 2, 20, nullptr, {}, 0.6f}, How{0, 1, 0, 4, 2, 20, nullptr, make_edits(kVocab, 7)}}) {
+            const SampleOutput output = sample(device, logits, {how})[0];
+            CHECK_EQ(output.num_top, 20);
+            CHECK_NEAR(output.logprob, logits[static_cast<std::size_t>(output.token_id)] - std::log(total), 2e-5);
+            for (int i = 0; i < output.num_top; ++i) {
+                CHECK_EQ(output.top_ids[i], plain.top_ids[i]);
+                CHECK_NEAR(output.top_logprobs[i], plain.top_logprobs[i], 2e-5);
+            }
+        }
+    });
+}
+
+TEST(edits_hide_no_logit_that_is_not_finite_and_may_leave_nothing) {
+    on_every_device([](Device& device, const std::string&) {
+        std::vector<float> logits = make_logits(8.0);
+        std::vector<LogitEdit> all;
+        for (int id = 0; id < kVocab; ++id) all.push_back({id, 1.0f, -std::numeric_limits<float>::infinity()});
+        CHECK(!sample(device, logits, {{1, 1, 0, 1, 0, -1, nullptr, all}})[0].is_finite);
+        logits[77] = std::numeric_limits<float>::quiet_NaN();
+        for (const std::int32_t id : {77, 78}) CHECK(!sample(device, logits, {{1, 1, 0, 1, 0, -1, nullptr, {{id, 2.0f, -std::numeric_limits<float>::infinity()}}, 0.5f}})[0].is_finite);
     });
 }

@@ -65,7 +65,7 @@ public:
         runs_ahead_ = require(options, "runs_ahead").boolean();
         scheduler_.emplace(cache, own);
         for (const auto& [name, request] : require(trace, "requests").object()) {
-            refuse_other_keys(request, {"prompt_token_ids", "max_tokens", "eos_token_ids", "draws", "cached_tokens"});
+            refuse_other_keys(request, {"prompt_token_ids", "max_tokens", "eos_token_ids", "draws", "cached_tokens", "priority", "ranks_prompt"});
             names_.push_back(name);
         }
     }
@@ -143,6 +143,8 @@ private:
         request.prompt_token_ids = to_ids(require(given, "prompt_token_ids"));
         request.max_tokens = to_int(require(given, "max_tokens"));
         request.stop_token_ids = to_ids(require(given, "eos_token_ids"));
+        if (const Json* priority = given.find("priority")) request.priority = to_int(*priority);
+        if (const Json* ranks = given.find("ranks_prompt"); ranks && ranks->boolean()) request.prompt_logprobs = 0;
         const auto id = static_cast<pocket::RequestId>(std::ranges::find(names_, name) - names_.begin());
         scheduler_->add(rows_[name] = std::make_shared<Row>(id, std::move(request)));
     }
@@ -195,7 +197,7 @@ TEST(every_trace_is_replayed) {
     }
     for (const char* name : {"single", "staggered_batch", "chunked_prefill", "preemption", "prefix_reuse", "cancel", "chunks_beside_answers", "ahead",
                              "ahead_preemption", "hybrid_ahead", "hybrid_snapshots", "hybrid_conversation", "hybrid_preemption", "hybrid_eviction",
-                             "hybrid_long_prompt"}) {
+                             "hybrid_long_prompt", "priority", "ranked_prompt"}) {
         if (!names.contains(name)) pocket::check::fail(name, 1, "there is no such trace");
     }
 }

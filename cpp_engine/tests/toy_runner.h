@@ -36,6 +36,13 @@ inline TokenLogprobs toy_logprobs(std::int32_t id, int count) {
     return logprobs;
 }
 
+// Of a prompt's token with `id`, behind tokens with the digest `before`.
+inline TokenLogprobs toy_ranks(std::uint64_t before, std::int32_t id, int count) {
+    TokenLogprobs logprobs = toy_logprobs(id, count);
+    logprobs.logprob -= static_cast<float>(before % 1000);
+    return logprobs;
+}
+
 class ToyRunner : public Runner {
 public:
     explicit ToyRunner(const CacheShape& cache)
@@ -68,6 +75,10 @@ public:
                 state.position = ++position;
             }
             num_tokens += static_cast<int>(row.token_ids.size());
+            for (std::size_t place = 0; place < row.ranked.ids.size(); ++place) {  // by the token before, so that a wrong place shows
+                const Value& before = value(row, row.num_computed_tokens + row.ranked.first + static_cast<int>(place));
+                row.ranked.found->push_back(toy_ranks(before.digest, row.ranked.ids[place], row.ranked.num_top));
+            }
             if (row.samples) draws.push_back(draw(row, position, state));
         }
         ++num_steps;

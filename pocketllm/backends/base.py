@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from pocketllm.backends.logit_terms import LogitTerms
 from pocketllm.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -21,6 +22,20 @@ EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
 HealthState = Literal["loading", "ready", "dead", "closed"]
 
 MAX_LOGPROBS = 20  # alternatives at each token
+
+# What a plane declares that does all of logit_terms.py, ends rows as a request says, and orders them.
+SAMPLER_FLAGS = (
+    "penalties",
+    "repetition_penalty",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "stop_token_ids",
+    "ignore_eos",
+    "priority",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +56,11 @@ class Capabilities:
         prefix_caching: KV of an equal prompt prefix is reused.
         logprobs: log probabilities of a row's tokens, with up to MAX_LOGPROBS alternatives each.
         structured_outputs: `EngineRequest.constraint` is honoured.
-        penalties, logit_bias: as the request fields of that name need.
+        prompt_logprobs: `EngineRequest.prompt_logprobs` and a `max_tokens` of 0 are honoured.
+        penalties: frequency and presence penalty; this and the seven below are what `EngineRequest.terms` may hold.
+        repetition_penalty, logit_bias, min_p, min_tokens, allowed_token_ids, bad_words: the fields of LogitTerms.
+        stop_token_ids, ignore_eos: a request's own ids end a row, and the checkpoint's don't where it says so.
+        priority: `EngineRequest.priority` orders the rows.
         speculative_methods: names accepted by `speculative_method`.
         details: facts for people, such as the weight layout and its size; never branched on.
     """
@@ -59,8 +78,17 @@ class Capabilities:
     prefix_caching: bool = True
     logprobs: bool = False
     structured_outputs: bool = False
+    prompt_logprobs: bool = False
     penalties: bool = False
+    repetition_penalty: bool = False
     logit_bias: bool = False
+    min_p: bool = False
+    min_tokens: bool = False
+    allowed_token_ids: bool = False
+    bad_words: bool = False
+    stop_token_ids: bool = False
+    ignore_eos: bool = False
+    priority: bool = False
     speculative_methods: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -93,14 +121,20 @@ class EngineRequest:
     Args:
         request_id: unique among the active requests.
         prompt_token_ids: at least one id, each in [0, vocab_size).
-        max_tokens: at least 1; prompt and max_tokens together fit into the context.
+        max_tokens: at least 1, or 0 with `prompt_logprobs`, where nothing is generated; prompt and max_tokens together fit into the context.
         temperature: 0 is greedy; then top_p, top_k and seed are not read.
         top_p: in (0, 1]; 1 is off.
         top_k: 0 is off.
         seed: seed of this row's own random stream.
-        eos_token_ids: ids that end the row; the id itself is not part of the answer.
+        eos_token_ids: ids that end the row, the checkpoint's and the request's own; the id itself is not part of the answer.
+        stop_token_ids: those of them that the request named itself.
+        ignores_eos: the request has it that no others end the row.
         logprobs: how many alternatives to rank at each token, 0 for the drawn token's own log probability alone; None ranks nothing.
         constraint: what the row may say, or None for anything.
+        terms: what changes the logits, or None for nothing.
+        priority: rows with a lower number are started first and preempted last; of equal ones, those that came first.
+        prompt_logprobs: how many alternatives to rank at each token of the prompt but the first, as `logprobs` does; None ranks nothing. Such a row's prompt
+            is computed whole, and takes nothing of it from the prefix cache.
     """
 
     request_id: str
@@ -113,16 +147,21 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     constraint: TokenConstraint | None = field(default=None, compare=False)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignores_eos: bool = False
+    terms: LogitTerms | None = None
+    priority: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one generated token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
+    """Natural log probabilities at one token, over the whole vocabulary, before temperature, top_k, top_p and constraint.
 
     None is below -9999.0, which stands for what the model finds impossible.
 
     Args:
-        logprob: of the token that was drawn; finite, at most 0.
+        logprob: of the token that was drawn, or that the prompt has; finite, at most 0.
         top: (id, logprob) of the most likely ids, most likely first, as many as were asked for; of equal ones the lower id comes first.
     """
 
@@ -142,6 +181,7 @@ class StepOutput:
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: why the row failed, when finish_reason is "error".
         logprobs: one entry for each of `token_ids` where the request asked for them, else empty.
+        prompt_logprobs: on the row's first output, one entry for each token of the prompt but the first, where the request asked for them; else empty.
     """
 
     request_id: str
@@ -151,6 +191,7 @@ class StepOutput:
     cached_tokens: int = 0
     error: BaseException | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +242,11 @@ class Backend(ABC):
     The plane runs one engine thread; `on_step` is called on it and must return at once.
 
     Attributes:
+        DECLARES: the flags of Capabilities that are true of each loaded plane of this kind, where they are false by default.
         on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
     """
 
+    DECLARES: ClassVar[frozenset[str]] = frozenset()
     on_death: Callable[[str], None] | None = None
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pocketllm.backends.base import (
     MAX_LOGPROBS,
+    SAMPLER_FLAGS,
     Backend,
     Capabilities,
     EngineRequest,
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
+_GPU_CHUNK = 2048  # larger steps are hardly faster, and answers wait for them
 # The native engine's words for what EngineArgs and requests call otherwise.
 _FIELDS = {"max_new_tokens": "max_tokens", "prompt_token_ids": "prompt", "prompt_tokens": "prompt", "checkpoint": "model"}
 
@@ -50,6 +52,8 @@ class CppBackend(Backend):
         ConfigurationError: an option that this plane can't honour, before anything is loaded.
     """
 
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
+
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
@@ -59,9 +63,9 @@ class CppBackend(Backend):
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
         self._fallback_eos: frozenset[int] = frozenset()  # of the tokenizer, where the checkpoint names none
-        self._capabilities = Capabilities(
-            "cpp", "cpu", args.max_batch_size or 0, self._context_length, int(checkpoint.config["vocab_size"]), logprobs=True, structured_outputs=True
-        )
+        declared = dict.fromkeys(self.DECLARES, True)
+        vocab_size = int(checkpoint.config["vocab_size"])
+        self._capabilities = Capabilities("cpp", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, **declared)  # type: ignore[arg-type]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -76,7 +80,9 @@ class CppBackend(Backend):
             progress(LoadProgress(fraction, message))
 
         args = self._args
-        chunk = _DEFAULT_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
+        device = native.linked_devices()[0] if args.device == "auto" else args.device
+        usual = _GPU_CHUNK if device.startswith("cuda") else _DEFAULT_CHUNK
+        chunk = usual if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
         options = native.QwenEngineOptions(
             device=args.device,
             dtype=args.dtype,
@@ -117,6 +123,8 @@ class CppBackend(Backend):
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
             structured_outputs=caps.structured_outputs,
+            **dict.fromkeys(SAMPLER_FLAGS, caps.logit_terms),
+            prompt_logprobs=caps.prompt_logprobs,
             speculative_methods=tuple(caps.speculative_methods),
             details={
                 "compute_dtype": config.dtype,
@@ -146,10 +154,13 @@ class CppBackend(Backend):
         if self._engine is None:
             state = "The engine is closed: it takes no more requests." if self._closed else "The model is still loading: try again when /ready answers 200."
             raise BackendUnavailableError(state)
-        eos = request.eos_token_ids or self._fallback_eos
-        if self._replaced_eos and eos:
-            # A grammar ends on the ids that it was made with, so those still end its row.
-            eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos = request.eos_token_ids - request.stop_token_ids
+        if not request.ignores_eos:
+            eos = eos or self._fallback_eos
+            if self._replaced_eos and eos:
+                # A grammar ends on the ids that it was made with, so those still end its row.
+                eos = self._replaced_eos if request.constraint is None else self._replaced_eos | eos
+        eos |= request.stop_token_ids
         check_request(request, self._capabilities)
         self._engine.submit(request, eos, on_step)
 
@@ -201,6 +212,9 @@ class _Engine:
             stop_token_ids=sorted(eos),
             logprobs=request.logprobs,
             constraint=request.constraint,
+            terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
+            priority=request.priority,
+            prompt_logprobs=request.prompt_logprobs,
         )
         with self._lock:
             if request_id in self._active:
@@ -253,9 +267,19 @@ class _Engine:
                     del self._active[request_id]
                 if error is not None and not isinstance(error, PocketLLMError):
                     error = self._row_error(error)
-            logprobs = tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in step.logprobs)
             try:
-                on_step(StepOutput(request_id, tuple(step.token_ids), step.num_generated, finish, step.cached_tokens, error, logprobs))
+                on_step(
+                    StepOutput(
+                        request_id,
+                        tuple(step.token_ids),
+                        step.num_generated,
+                        finish,
+                        step.cached_tokens,
+                        error,
+                        _ranks(step.logprobs),
+                        _ranks(step.prompt_logprobs),
+                    )
+                )
             except Exception:
                 self.cancel(request_id)  # nobody listens to the rest of it
                 raise
@@ -268,6 +292,10 @@ class _Engine:
         if self._scheduler.failure is not None:
             return BackendUnavailableError(f"The engine failed: {error}. Restart the server.")
         return translate(error) if isinstance(error, native.Error) else error
+
+
+def _ranks(found: Sequence[pocketllm_cpp.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,9 @@ class FakeBackend(Backend):
         load_error: Exception | None = None,
         capabilities: Capabilities | None = None,
     ) -> None:
-        self._capabilities = capabilities or Capabilities("fake", "none", max_slots, context_length, vocab_size, logprobs=True, structured_outputs=True)
+        self._capabilities = capabilities or Capabilities(
+            "fake", "none", max_slots, context_length, vocab_size, logprobs=True, structured_outputs=True, prompt_logprobs=True
+        )
         self._alphabet = tuple(alphabet) if alphabet is not None else tuple(range(vocab_size))
         self._ranked = tuple(dict.fromkeys((*self._alphabet, *range(min(vocab_size, MAX_LOGPROBS)))))[:MAX_LOGPROBS]
         self._tokens_per_step = tokens_per_step
@@ -222,7 +224,7 @@ class FakeBackend(Backend):
         request, before = row.request, row.generated
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        finish: EngineFinishReason | None = None
+        finish: EngineFinishReason | None = "length" if request.max_tokens == 0 else None
         error: Exception | None = None
         while finish is None and len(token_ids) < self._tokens_per_step and not (token_ids and row.generated in self._faults):
             try:
@@ -246,7 +248,9 @@ class FakeBackend(Backend):
             if finish is None and row.generated == request.max_tokens:
                 finish = "length"
         self._generated_tokens += row.generated - before
-        return StepOutput(request.request_id, tuple(token_ids), row.generated, finish, 0, error, tuple(logprobs))
+        asked = request.prompt_logprobs
+        prompt = tuple(self._rank(token_id, asked) for token_id in request.prompt_token_ids[1:]) if asked is not None and before == 0 else ()
+        return StepOutput(request.request_id, tuple(token_ids), row.generated, finish, 0, error, tuple(logprobs), prompt)
 
     def _wanted(self, row: _Row) -> int | None:
         """What `row` draws next without a constraint; None is the step that ends it."""

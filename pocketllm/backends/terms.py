@@ -61,6 +61,12 @@ def check_request(request: EngineRequest, capabilities: Capabilities) -> None:
     Raises:
         ConfigurationError: an id is no token of the model, or prompt and answer do not fit.
     """
+    if request.terms is not None:
+        for name, ids in request.terms.named_ids():
+            if ids and not 0 <= min(ids) <= max(ids) < capabilities.vocab_size:
+                raise ConfigurationError(
+                    f'"{name}" holds an id that is no token of this model: ids are whole numbers from 0 to {capabilities.vocab_size - 1}.', param=name
+                )
     prompt, vocab_size, context = request.prompt_token_ids, capabilities.vocab_size, capabilities.context_length
     if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise ConfigurationError(f'"prompt" holds an id that is no token of this model: ids are whole numbers from 0 to {vocab_size - 1}.', param="prompt")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from pocketllm import env
-from pocketllm.backends.base import Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
+from pocketllm.backends.base import SAMPLER_FLAGS, Backend, Capabilities, EngineRequest, EngineStats, Health, LoadProgress, ProgressCallback, StepCallback
 from pocketllm.backends.terms import check_request, check_threads, context_length, read_backend_options
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
@@ -39,6 +39,8 @@ class TorchBackend(Backend):
         ConfigurationError, UnsupportedFeatureError: an option that this plane can't honour, before anything is loaded.
     """
 
+    DECLARES = frozenset({"logprobs", "structured_outputs", "prompt_logprobs", *SAMPLER_FLAGS})
+
     def __init__(self, args: EngineArgs, checkpoint: Checkpoint) -> None:
         self._args = args
         self._checkpoint = checkpoint
@@ -48,7 +50,8 @@ class TorchBackend(Backend):
         self._options = _Options.read(args)
         self._context_length = context_length(args, checkpoint)
         vocab_size = int(checkpoint.config["vocab_size"])
-        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, logprobs=True, structured_outputs=True)
+        declared = dict.fromkeys(self.DECLARES, True)
+        self._capabilities = Capabilities("torch", "cpu", args.max_batch_size or 0, self._context_length, vocab_size, **declared)  # type: ignore[arg-type]
 
     @property
     def capabilities(self) -> Capabilities:

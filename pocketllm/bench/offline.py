@@ -17,6 +17,7 @@ from pocketllm.bench.sides.process import SideProcess
 from pocketllm.bench.spread import spread
 from pocketllm.checkpoint import Checkpoint, open_checkpoint
 from pocketllm.config import EngineArgs
+from pocketllm.errors import UnsupportedFeatureError
 from pocketllm.hub import resolve_model
 
 Progress = Callable[[str, int, int], None]  # what is measured, how many samples are done, how many there are
@@ -158,14 +159,29 @@ class _Bench:
 
 
 def open_model(engine: EngineArgs, threads: int | None) -> tuple[Path, Checkpoint, str, int]:
-    """The checkpoint's path and headers, the device and the threads that "auto" and None mean."""
+    """The checkpoint's path and headers, the device and the threads that "auto" and None mean.
+
+    Raises:
+        UnsupportedFeatureError: the device is a GPU that PyTorch, which measures its limits, does not see.
+    """
     path = resolve_model(engine.model, _quietly, engine.backend)
     checkpoint = open_checkpoint(path, engine.model_format)
     device = engine.device
-    if device == "auto":
+    if device != "cpu":
         import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        sees_gpu = torch.cuda.is_available()
+        if device != "auto" and not sees_gpu:
+            raise UnsupportedFeatureError(
+                f'"device" = {device!r} can\'t be measured: PyTorch measures what the GPU allows, and this one sees none. Install a CUDA build of torch, or '
+                'send "cpu".',
+                param="device",
+            )
+        if device == "auto":
+            from pocketllm.backends.cpp import import_native
+
+            has_code = engine.backend != "cpp" or "cuda" in import_native().linked_devices()
+            device = "cuda" if sees_gpu and has_code else "cpu"
     return checkpoint.path, checkpoint, device, threads or physical_cores()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pocketllm.errors import ConfigurationError
 from pocketllm.protocol.conditions import is_list, whole_number
 from pocketllm.protocol.fields import check_fields
 from pocketllm.protocol.messages import normalize_messages, render_role_content
-from pocketllm.protocol.refusals import checked_text, missing, summary
+from pocketllm.protocol.refusals import checked_text, missing, refusal, summary
 from pocketllm.protocol.request import GenerationRequest, new_request_id
 from pocketllm.protocol.sampling import BUDGET_FIELDS, SAMPLING_FIELDS, sampling_fields, sampling_from
 from pocketllm.protocol.tools import template_tools, tool_use
@@ -47,7 +48,7 @@ def build_chat_request(
         raise ConfigurationError('"stream" = true has no meaning here: call chat_stream() for events.', param="stream")
     body = {**options, "request_id": request_id}
     check_fields({**body, **sampling_fields(sampling, "chat")}, "chat", features)
-    return _request(messages, body, sampling, default_max_tokens)
+    return replace(_request(messages, body, sampling, default_max_tokens), is_streamed=True)
 
 
 def chat_request(body: Mapping[str, Any], default_max_tokens: int | None = None) -> GenerationRequest:
@@ -82,7 +83,8 @@ def template_options(options: Mapping[str, Any]) -> dict[str, Any]:
     effort = options.get("reasoning_effort")
     if effort is None and isinstance(reasoning, Mapping):
         effort = reasoning.get("effort")
-    found: dict[str, Any] = {"add_generation_prompt": options.get("add_generation_prompt") is not False}
+    is_open = options.get("add_generation_prompt") is not False and options.get("continue_final_message") is not True
+    found: dict[str, Any] = {"add_generation_prompt": is_open}
     thinking: bool | None = None
     if options.get("thinking_mode") is not None:
         thinking = options["thinking_mode"] == "thinking"
@@ -97,7 +99,7 @@ def template_options(options: Mapping[str, Any]) -> dict[str, Any]:
         found["reasoning_effort"] = effort
     if options.get("drop_thinking") is not None:
         found["drop_thinking"] = options["drop_thinking"]
-    return found
+    return found | dict(options.get("chat_template_kwargs") or {})
 
 
 def _request(messages: object, body: Mapping[str, Any], sampling: SamplingParams, default_max_tokens: int | None) -> GenerationRequest:
@@ -105,6 +107,11 @@ def _request(messages: object, body: Mapping[str, Any], sampling: SamplingParams
     template = template_options(body)
     tools = tool_use(body)
     form = body.get("response_format")
+    continues = body.get("continue_final_message") is True
+    if continues and normalized[-1]["role"] != "assistant":
+        raise refusal(
+            "continue_final_message", True, "the last message is not the assistant's", "Send one of role assistant last, or leave it out", is_shape=True
+        )
     metadata: dict[str, Any] = {"messages": normalized, **template}
     if tools is not None:
         metadata["tools"] = template_tools(tools)
@@ -116,4 +123,6 @@ def _request(messages: object, body: Mapping[str, Any], sampling: SamplingParams
         metadata=metadata,
         response_format=None if form is None or form["type"] == "text" else form,
         tools=tools,
+        continues=continues,
+        thinking_budget=whole_number(body.get("thinking_token_budget")),
     )

@@ -10,6 +10,8 @@ from typing import Any
 from pocketllm.protocol.refusals import summary
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")  # vLLM's names
+_TEMPLATES_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self")
 MAX_PROMPTS = 128  # times n: each choice of each prompt is a row of the engine
 
 
@@ -67,6 +69,30 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Conditio
     return allows
 
 
+def budget(most: int) -> Condition:
+    """At least 1, or 0 where the prompt alone is asked about."""
+
+    def allows(value: Any, body: Mapping[str, Any]) -> bool:
+        found = whole_number(value)
+        return found is not None and (0 if body.get("echo") is True or body.get("prompt_logprobs") is not None else 1) <= found <= most
+
+    return allows
+
+
+def candidates(most: int) -> Condition:
+    """A whole number of at least n."""
+
+    def allows(value: Any, body: Mapping[str, Any]) -> bool | Fault:
+        found, choices = whole_number(value), whole_number(body.get("n")) or 1
+        if found is None or not 1 <= found <= most:
+            return False
+        if found >= choices:
+            return True
+        return Fault("", value, f"{choices} choices can't be the best of {found} candidates", f'Send "best_of" as a number from {choices} to {most}')
+
+    return allows
+
+
 def instance_of(*kinds: type) -> Condition:
     return lambda value, _body: isinstance(value, kinds)
 
@@ -92,11 +118,32 @@ def is_token_ids(value: Any, _body: Mapping[str, Any]) -> bool:
     return is_list(value) and _bad_id(value) is None
 
 
+def are_token_ids(value: Any, body: Mapping[str, Any]) -> bool:
+    """At least one."""
+    return is_token_ids(value, body) and len(value) > 0
+
+
+def are_words(most: int) -> Condition:
+    """At most `most` texts, none of them empty."""
+
+    def allows(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+        if not is_list(value) or not all(isinstance(item, str) for item in value):
+            return False
+        if len(value) > most:
+            return Fault("", value, f"there are {len(value)} of them, and one request has at most {most}", "Send fewer")
+        if not all(value):
+            return Fault(f"[{list(value).index('')}]", "", "an empty text is in every answer", "Leave it out")
+        return True
+
+    return allows
+
+
 def is_logit_bias(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
     if not isinstance(value, Mapping):
         return False
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19):
+        is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19
+        if not is_id and not (isinstance(key, int) and not isinstance(key, bool) and key >= 0):  # JSON has strings alone, Python has both
             return Fault("", value, f"{summary(key)} is no token id, which is a whole number of at least 0", "Send the ids of tokens as keys")
         found = number(bias)
         if found is None or not -100 <= found <= 100:
@@ -141,7 +188,7 @@ def is_prompt(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
 
 def fits_choices(value: Any, body: Mapping[str, Any]) -> bool | Fault:
     """Prompts times n is at most MAX_PROMPTS."""
-    choices = whole_number(body.get("n")) or 1
+    choices = whole_number(body.get("best_of")) or whole_number(body.get("n")) or 1
     prompts = len(value) if is_list(value) and (isinstance(value[0], str) or is_list(value[0])) else 1
     if prompts * choices <= MAX_PROMPTS:
         return True
@@ -159,6 +206,10 @@ def is_text_prompt(value: Any, _body: Mapping[str, Any]) -> bool:
 
 def ranking_asked(value: Any, body: Mapping[str, Any]) -> bool:
     return value == 0 or body.get("logprobs") is True
+
+
+def one_or_not_streamed(value: Any, body: Mapping[str, Any]) -> bool:
+    return value == 1 or body.get("stream") is not True
 
 
 def is_not_streamed(_value: Any, body: Mapping[str, Any]) -> bool:
@@ -210,6 +261,54 @@ def is_response_format(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
         if inner.get(key) is not None and not isinstance(inner[key], form):
             return Fault("", value, f'"json_schema.{key}" is {words}', f'Send "json_schema.{key}" as {words}, or leave it out')
     return True
+
+
+def is_structured_outputs(value: Any, body: Mapping[str, Any]) -> bool | Fault:
+    """The outer form of vLLM's object; what it may say is the grammar's to decide."""
+    if not isinstance(value, Mapping):
+        return False
+    for key, item in value.items():
+        if key not in STRUCTURED_OUTPUTS and item is not None and item is not False:
+            return Fault(f".{key}", item, "there is no such form, and nothing would act on it", f"Leave {summary(key)} out")
+    asked = [name for name in STRUCTURED_OUTPUTS if value.get(name) is not None and value.get(name) is not False]
+    if len(asked) != 1:
+        return Fault("", value, f"it has {len(asked)} forms, and an answer has one", f"Send one of {', '.join(STRUCTURED_OUTPUTS)}")
+    name, form = asked[0], value[asked[0]]
+    if name == "choice":
+        if not is_list(form) or not form or not all(isinstance(item, str) for item in form):
+            return Fault(".choice", form, "it is an array of at least one text", "Send such an array")
+    elif name == "json_object":
+        if form is not True:
+            return Fault(".json_object", form, "it is a switch", "Send true, or leave it out")
+    elif not isinstance(form, str) and not (name == "json" and isinstance(form, Mapping)):
+        words = "a JSON schema, as an object or as its text" if name == "json" else "a text"
+        return Fault(f".{name}", form, f"it is {words}", "Send it so")
+    other = body.get("response_format")
+    if isinstance(other, Mapping) and other.get("type") not in (None, "text"):
+        return Fault("", value, '"response_format" asks for a form too, and an answer has one', "Send one of the two")
+    return True
+
+
+def are_template_variables(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
+    """Names of variables that no other field sets; what they may be is the template's to say."""
+    if not isinstance(value, Mapping):
+        return False
+    for name, item in value.items():
+        if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
+            return Fault("", value, f"{summary(name)} is no name of a variable", "Send names of letters, digits and underscores")
+        if name in _TEMPLATES_OWN:
+            return Fault(f".{name}", item, "it is made of the request's other fields", f"Leave {summary(name)} out of it")
+        if name == "reasoning_effort" and item not in REASONING_EFFORTS:
+            return Fault(f".{name}", item, "it is not an effort that a chat template knows", f"Send one of {', '.join(REASONING_EFFORTS)}, or leave it out")
+    return True
+
+
+def no_open_turn(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is False or body.get("add_generation_prompt") is not True
+
+
+def no_echo(value: Any, body: Mapping[str, Any]) -> bool:
+    return not value or body.get("echo") is not True
 
 
 def is_text_format(value: Any, _body: Mapping[str, Any]) -> bool:

@@ -52,6 +52,11 @@ class GenerationRequest:
         response_format: {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}; None leaves the text free.
         tools: of a chat; None without tools.
         reports_calls: whether calls in the answer are reported as such; else they stay content.
+        echo: whether the answer begins with the prompt, and its log probabilities, where they are asked for, with the prompt's.
+        is_streamed: whether events carry the log probabilities of their tokens.
+        continues: of a chat: whether the answer goes on with the last message, an assistant's.
+        thinking_budget: of a chat: most tokens of reasoning, or None for any number.
+        suffix: of a plain prompt: what follows the answer, which fills in the middle; "" is nothing.
     """
 
     prompt: str | tuple[int, ...]
@@ -62,6 +67,19 @@ class GenerationRequest:
     response_format: Mapping[str, Any] | None = None
     tools: ToolUse | None = None
     reports_calls: bool = True
+    echo: bool = False
+    is_streamed: bool = False
+    continues: bool = False
+    thinking_budget: int | None = None
+    suffix: str = ""
+
+    @property
+    def form(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The request field that holds the answer to a form, and its value; None where the text is free."""
+        if self.response_format is not None:
+            return "response_format", self.response_format
+        wanted = self.sampling.structured_outputs
+        return None if wanted is None else ("structured_outputs", wanted)
 
 
 def new_request_id(prefix: str) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from pocketllm.errors import PocketLLMError
-from pocketllm.outputs import Alternative, ChoiceOutput, GenerationOutput, TokenEvent, TokenLogprob, ToolCallDelta, Usage
+from pocketllm.outputs import ChoiceOutput, GenerationOutput, TokenEvent, ToolCallDelta, Usage
+from pocketllm.protocol.ranks import TextOffsets, content_ranks, legacy_ranks, prompt_ranks
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of event streams skip
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -53,21 +54,26 @@ def dump_in_pieces(body: Mapping[str, Any]) -> bytes:
     return "".join(_pieces(body, 5)).encode("utf-8", "backslashreplace")
 
 
-def _pieces(value: Any, depth: int) -> Iterator[str]:
+def _pieces(value: Any, depth: int, encode: Callable[[Any], str] = _encode) -> Iterator[str]:
     if not depth or not value or not isinstance(value, (dict, list)):
-        yield _encode(value)
+        yield encode(value)
         return
     mark = "{" if isinstance(value, dict) else "["
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield f"{mark}{_encode(key)}:" if isinstance(value, dict) else mark
-        yield from _pieces(item, depth - 1)
+        yield f"{mark}{encode(key)}:" if isinstance(value, dict) else mark
+        yield from _pieces(item, depth - 1, encode)
         mark = ","
     yield "}" if isinstance(value, dict) else "]"
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
     """One server-sent event. Its JSON is ASCII: some clients take U+2028 and its kin in a text for the end of a line."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n\n"
+    return b"data: " + _encode_ascii(body).encode("ascii") + b"\n\n"
+
+
+def _sse_in_pieces(body: Mapping[str, Any]) -> bytes:
+    """As `sse`, for a large body on a thread of its own; see dump_in_pieces."""
+    return b"data: " + "".join(_pieces(body, 5, _encode_ascii)).encode("ascii") + b"\n\n"
 
 
 class AnswerBody(Protocol):
@@ -93,17 +99,21 @@ class ChatBody:
         include_usage: whether a stream ends with a chunk of token counts.
         features: what is acted on; "null_keys" has message.refusal and logprobs present where they are empty, as OpenAI's schema wants, "usage_details" breaks
             the token counts down.
+        prompt_logprobs: alternatives to show at each token of the prompt; None shows none.
     """
 
-    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str]) -> None:
+    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str], prompt_logprobs: int | None = None) -> None:
         self._head = {"id": request_id, "object": "chat.completion", "created": created, "model": model}
+        self._prompt_logprobs = prompt_logprobs
         self._refusal: dict[str, Any] = {"refusal": None} if "null_keys" in features else {}
         self._ranks: dict[str, Any] = {"logprobs": None} if "null_keys" in features else {}
         self._has_details = "usage_details" in features
         self._chunks = _Chunks({**self._head, "object": "chat.completion.chunk"}, include_usage, self._has_details)
 
     def whole(self, output: GenerationOutput) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(choice) for choice in output.choices], "usage": usage_body(output.usage, has_details=self._has_details)}
+        ranks = {} if self._prompt_logprobs is None else {"prompt_logprobs": prompt_ranks(output.prompt_logprobs or (), self._prompt_logprobs)}
+        usage = usage_body(output.usage, has_details=self._has_details)
+        return {**self._head, "choices": [self._choice(choice) for choice in output.choices], "usage": usage, **ranks}
 
     def opening(self, num_choices: int) -> bytes:
         delta = {"role": "assistant", "content": "", **self._refusal}
@@ -111,9 +121,13 @@ class ChatBody:
 
     def chunk(self, event: TokenEvent) -> bytes:
         found = b""
+        ranks = {"logprobs": {"content": content_ranks(event.logprobs), **self._refusal}} if event.logprobs else {}
         if event.reasoning_content:
-            found += self._chunks.event([self._delta(event.index, {"reasoning_content": event.reasoning_content})])
-        if event.text:
+            found += self._chunks.event([{**self._delta(event.index, {"reasoning_content": event.reasoning_content}), **ranks}])
+            ranks = {}  # of the whole event: in its first chunk
+        if ranks:
+            found += self._chunks.event([{**self._delta(event.index, {"content": event.text}), **ranks}])
+        elif event.text:
             found += self._chunks.text(event.index, event.text, self._empty)
         for call in event.tool_calls:
             found += self._chunks.event([self._delta(event.index, {"tool_calls": [_call_delta(call)]})])
@@ -132,7 +146,7 @@ class ChatBody:
             ]
         ranks = self._ranks
         if choice.logprobs is not None:
-            ranks = {"logprobs": {"content": _content(choice.logprobs), **self._refusal}}
+            ranks = {"logprobs": {"content": content_ranks(choice.logprobs), **self._refusal}}
         return {"index": choice.index, "message": message, **ranks, "finish_reason": choice.finish_reason}
 
     def _delta(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -145,7 +159,9 @@ class ChatBody:
 class CompletionBody:
     """text_completion, whole and in chunks. Arguments are those of ChatBody."""
 
-    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str]) -> None:
+    def __init__(self, request_id: str, model: str, created: int, *, include_usage: bool, features: Container[str], prompt_logprobs: int | None = None) -> None:
+        self._prompt_logprobs = prompt_logprobs
+        self._offsets: dict[int, TextOffsets] = {}  # of the choices of a stream
         self._head = {"id": request_id, "object": "text_completion", "created": created, "model": model}
         self._ranks: dict[str, Any] = {"logprobs": None} if "null_keys" in features else {}
         self._has_details = "usage_details" in features
@@ -158,7 +174,15 @@ class CompletionBody:
         return b""
 
     def chunk(self, event: TokenEvent) -> bytes:
-        found = self._chunks.text(event.index, event.text, self._empty) if event.text else b""
+        found = b""
+        if event.logprobs or event.prompt_logprobs is not None:
+            offsets = self._offsets.setdefault(event.index, TextOffsets())
+            ranks = {"content": content_ranks(event.logprobs), **legacy_ranks(event.logprobs, event.prompt_logprobs or (), event.echo, offsets)}
+            found = self._chunks.event(
+                [{**self._text(event.index, event.echo + event.text, None), "logprobs": ranks}], is_large=event.prompt_logprobs is not None
+            )
+        elif event.echo or event.text:
+            found = self._chunks.text(event.index, event.echo + event.text, self._empty)
         if event.finish_reason is not None:
             found += self._chunks.end(self._text(event.index, "", event.finish_reason), event.usage)
         return found
@@ -166,8 +190,11 @@ class CompletionBody:
     def _choice(self, choice: ChoiceOutput) -> dict[str, Any]:
         ranks = self._ranks
         if choice.logprobs is not None:
-            ranks = {"logprobs": {"content": _content(choice.logprobs), **_legacy(choice.logprobs)}}
-        return {"index": choice.index, "text": choice.text, **ranks, "finish_reason": choice.finish_reason}
+            prompt = choice.prompt_logprobs if choice.echo else None
+            ranks = {"logprobs": {"content": content_ranks(choice.logprobs), **legacy_ranks(choice.logprobs, prompt or (), choice.echo, TextOffsets())}}
+        if self._prompt_logprobs is not None:
+            ranks = {**ranks, "prompt_logprobs": prompt_ranks(choice.prompt_logprobs or (), self._prompt_logprobs)}
+        return {"index": choice.index, "text": choice.echo + choice.text, **ranks, "finish_reason": choice.finish_reason}
 
     def _text(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, **self._ranks, "finish_reason": finish_reason}
@@ -185,11 +212,11 @@ class _Chunks:
         self._has_details = has_details
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
-    def event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def event(self, choices: list[dict[str, Any]], usage: Usage | None = None, *, is_large: bool = False) -> bytes:
         body = {**self._head, "choices": choices}
         if self._include_usage:
             body["usage"] = usage_body(usage, has_details=self._has_details) if usage is not None else None
-        return sse(body)
+        return _sse_in_pieces(body) if is_large else sse(body)
 
     def text(self, index: int, text: str, empty: Callable[[int], dict[str, Any]]) -> bytes:
         """The chunk that adds `text`; `empty` is that chunk with an empty text, whose frame is kept, so that a token costs one concatenation."""
@@ -209,31 +236,3 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _content(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [{**_ranked(one), "top_logprobs": [_ranked(other) for other in one.top]} for one in logprobs]
-
-
-def _ranked(one: Alternative) -> dict[str, Any]:
-    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.bytes)}
-
-
-def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """OpenAI's arrays of /v1/completions. As documented there, a token that was drawn is among the ranked ones even where its rank is lower."""
-    offsets, decoder, length = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
-    for one in logprobs:
-        offsets.append(length)
-        length += len(decoder.decode(one.bytes))
-    ranked = []
-    for one in logprobs:
-        likeliest: dict[str, float] = {}
-        for other in (*one.top, one):
-            likeliest.setdefault(other.token, other.logprob)  # of tokens that look alike, the likeliest
-        ranked.append(likeliest)
-    return {
-        "tokens": [one.token for one in logprobs],
-        "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": ranked,
-        "text_offset": offsets,
-    }

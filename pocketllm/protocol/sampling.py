@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pocketllm.protocol.conditions import whole_number
@@ -12,7 +12,48 @@ from pocketllm.protocol.refusals import refusal
 from pocketllm.sampling_params import SamplingParams
 
 BUDGET_FIELDS = ("max_completion_tokens", "max_tokens")  # the first one sent wins
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "seed", "n", "stop", "logprobs", "top_logprobs")
+# Those whose name and values are the same in a request and in SamplingParams; 0, 1, false and empty ones are as good as absent.
+_TERMS = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_p",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "priority",
+)
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "stop",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+    *_TERMS,
+)
+_REALS = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.name in _TERMS}
+_SAME = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+)  # in a request and in SamplingParams
 _SPELLED = {"max_completion_tokens": "Use max_tokens", "top_logprobs": "Use logprobs, the number of alternatives"}
 
 
@@ -22,13 +63,18 @@ def sampling_from(body: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams
     logprobs = body.get("logprobs")
     if endpoint == "chat":
         logprobs = (body.get("top_logprobs") or 0) if logprobs else None
-    rest: dict[str, Any] = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop")}
+    rest: dict[str, Any] = {
+        name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed", "n", "stop", "prompt_logprobs", "best_of", "structured_outputs", *_TERMS)
+    }
+    if budget == 0 and rest["prompt_logprobs"] is None:
+        rest["prompt_logprobs"] = 0  # of an echo: without an answer the prompt has to be what is asked about
     return SamplingParams(max_tokens=budget, logprobs=logprobs, **rest)
 
 
 def sampling_fields(sampling: SamplingParams, endpoint: Endpoint) -> dict[str, Any]:
     """The request fields that say what `sampling` says; `check_fields` takes them."""
-    found: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "logprobs")}
+    found: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME}
+    found |= {name: value for name in _TERMS if (value := getattr(sampling, name)) != _DEFAULTS[name]}
     if endpoint == "chat" and sampling.logprobs is not None:
         found |= {"logprobs": True, "top_logprobs": sampling.logprobs}
     return {name: value for name, value in found.items() if value is not None}
@@ -43,10 +89,23 @@ def check_values(sampling: SamplingParams) -> None:
     check_fields({field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}, "completions")
 
 
-def whole_values(sampling: SamplingParams) -> dict[str, int | None]:
-    """Those of the fields that are whole numbers, as such."""
-    found = {name: whole_number(getattr(sampling, name)) for name in ("max_tokens", "top_k", "seed", "n", "logprobs")}
+def resolved_values(sampling: SamplingParams) -> dict[str, Any]:
+    """The fields of `sampling`, once `check_values` has passed it, as later code reads them: whole numbers as ints, sequences as tuples, defaults for None."""
+    whole = ("max_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "best_of", "min_tokens", "priority")
+    found: dict[str, Any] = {name: whole_number(getattr(sampling, name)) for name in whole}
+    found |= {name: None if (value := getattr(sampling, name)) is None else float(value) for name in _REALS}
+    found["ignore_eos"] = sampling.ignore_eos
+    found["stop_token_ids"] = _ids(sampling.stop_token_ids)
+    found["bad_words"] = tuple(sampling.bad_words or ())
+    for name, default in _DEFAULTS.items():
+        found[name] = default if found.get(name) is None else found[name]
+    found["allowed_token_ids"] = None if sampling.allowed_token_ids is None else _ids(sampling.allowed_token_ids)
+    found["logit_bias"] = {int(key): float(bias) for key, bias in sampling.logit_bias.items()} if sampling.logit_bias else None
     return {**found, "n": found["n"] or 1}
+
+
+def _ids(ids: Sequence[Any] | None) -> tuple[int, ...]:
+    return tuple(map(int, ids or ()))
 
 
 def check_sampling(sampling: SamplingParams, endpoint: Endpoint, features: frozenset[str]) -> None:

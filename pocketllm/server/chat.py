@@ -22,4 +22,4 @@ async def chat_completions(request: Request) -> Response:
 def _build(body: dict[str, Any], state: ServerState) -> list[GenerationRequest]:
     request = chat_request(body, state.args.default_max_tokens)
     reports_calls = not body.get("stream") or "streamed_tool_calls" in state.features
-    return [replace(request, reports_calls=reports_calls)]
+    return [replace(request, reports_calls=reports_calls, is_streamed=body.get("stream") is True)]

@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledError, RequestTimeoutError
 from pocketllm.outputs import GenerationOutput, TokenEvent
+from pocketllm.protocol.conditions import whole_number
 from pocketllm.protocol.fields import Endpoint, check_fields
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, dump_in_pieces, error_of, sse
@@ -58,7 +59,14 @@ async def generate(http: Request, endpoint: Endpoint, build: Build) -> Response:
         body, requests = understand() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(understand)
         request_id = requests[0].request_id
         include_usage = (body.get("stream_options") or {}).get("include_usage") is True
-        answer = _BODIES[endpoint](request_id, state.model_name, int(time.time()), include_usage=include_usage, features=features)
+        answer = _BODIES[endpoint](
+            request_id,
+            state.model_name,
+            int(time.time()),
+            include_usage=include_usage,
+            features=features,
+            prompt_logprobs=whole_number(body.get("prompt_logprobs")),
+        )
         exchange = _Exchange(state, requests, answer, clock, deadline)
         return await (exchange.stream() if body.get("stream") else exchange.whole(http.receive))
     except (ClientDisconnected, ClientDisconnect):
@@ -80,7 +88,7 @@ class _Exchange:
     ) -> None:
         self._state = state
         self._id = requests[0].request_id
-        self._num_choices = sum(request.sampling.n for request in requests)
+        self._num_choices = sum(request.sampling.num_candidates for request in requests)
         self._answer = answer
         self._clock = clock
         self._headers = {"x-request-id": self._id}
@@ -103,7 +111,7 @@ class _Exchange:
         finally:
             await self._release()
         self._clock.end(output.finish_reason)
-        if output.logprobs is None:
+        if output.logprobs is None and output.prompt_logprobs is None:
             content = dump(self._answer.whole(output))
         else:  # may be megabytes
             content = await asyncio.to_thread(lambda: dump_in_pieces(self._answer.whole(output)))
@@ -164,7 +172,10 @@ class _Exchange:
         while not self._tokens.is_done:
             until = min(deadline, silence)
             events = await self._tokens.next_events(until if until < math.inf else None)
-            chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
+            if any(event.prompt_logprobs for event in events):  # may be megabytes
+                chunk = await asyncio.to_thread(lambda found: b"".join(map(self._chunk, found)), events)
+            else:
+                chunk = self._chunk(events[0]) if len(events) == 1 else b"".join(map(self._chunk, events))
             now = time_of()
             is_late = now >= deadline and not self._tokens.is_done
             if not chunk and now >= silence and not is_late:

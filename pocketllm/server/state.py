@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pocketllm.backends.base import EngineStats, Health, LoadProgress, ProgressCallback
 from pocketllm.config import ServerArgs
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, QueueFullError
-from pocketllm.protocol.features import features
 from pocketllm.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class ServerState:
         """What the loaded model and this server act on. Raises as `service` does."""
         service = self.service
         if self._features is None:
-            self._features = features(service.capabilities, self.args.surface)
+            self._features = service.features_of(self.args.surface)
         return self._features
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pocketllm.backends.base import TokenLogprobs
-from pocketllm.outputs import Alternative, TokenLogprob, ToolCall
+from pocketllm.outputs import Alternative, PromptToken, TokenLogprob, ToolCall
 from pocketllm.text.detokenizer import Detokenizer
 from pocketllm.text.reasoning import ReasoningMarkers
 from pocketllm.text.stop import StopMatcher, StopSequences
@@ -27,6 +27,8 @@ class Reading:
         parser: makes the parser of one choice's tool calls.
         call_id: token with which a call begins; within the reasoning it ends that.
         has_logprobs: whether log probabilities were asked for.
+        is_streamed: whether they are handed out as the answer goes on.
+        echoes: for each prompt the text with which its answers begin; none without echo.
     """
 
     tokenizer: Tokenizer
@@ -36,6 +38,8 @@ class Reading:
     parser: Callable[[], ToolParser] | None = None
     call_id: int | None = None
     has_logprobs: bool = False
+    is_streamed: bool = False
+    echoes: tuple[str, ...] = ()
 
 
 class Piece(NamedTuple):
@@ -65,6 +69,7 @@ class Answer:
         self._num_characters = 0  # of the answer, those newlines and what a stop sequence cuts included
         self._num_trimmed = 0
         self._ranked: list[_Ranked] = []
+        self._num_told = 0  # of those, by take_logprobs
         self.reasoning_tokens = 0
         self.has_reasoning = reading.is_reasoning
 
@@ -112,6 +117,21 @@ class Answer:
         end = self._num_trimmed + self._stop.length if self._stop is not None and self._stop.is_matched else None
         tokenizer = self._reading.tokenizer
         return tuple(ranked.entry(tokenizer, end) for ranked in self._ranked if end is None or ranked.begins < end)
+
+    def take_logprobs(self, *, is_over: bool) -> tuple[TokenLogprob, ...]:
+        """Of a stream: those of `logprobs` that nothing can change any more and that were not taken before; all that are left once the answer `is_over`."""
+        if not (self._reading.has_logprobs and self._reading.is_streamed):
+            return ()
+        settled = self._num_characters if self._stop is None else self._num_trimmed + self._stop.length
+        end = settled if self.is_stopped else None
+        taken = []
+        for ranked in self._ranked[self._num_told :]:
+            if end is None and not is_over and ranked.begins >= 0 and ranked.ends > settled:
+                break
+            self._num_told += 1
+            if end is None or ranked.begins < end:
+                taken.append(ranked.entry(self._reading.tokenizer, end))
+        return tuple(taken)
 
     def _token(self, token_id: int) -> tuple[str, str]:
         """The text and the reasoning that one token adds."""
@@ -179,6 +199,16 @@ class _Ranked:
             spelled = _first_characters(spelled, end - self.begins)
             token = spelled.decode("utf-8", "replace")
         return TokenLogprob(token, spelled, self.logprobs.logprob, self.token_id, tuple(_alternative(tokenizer, *one) for one in self.logprobs.top))
+
+
+def prompt_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[PromptToken, ...]:
+    """The tokens of a prompt, `logprobs` being those of all but the first."""
+    found = []
+    for token_id, ranks in zip(token_ids, (None, *logprobs), strict=True):
+        token, spelled = _spelling(tokenizer, token_id)
+        top = () if ranks is None else tuple(_alternative(tokenizer, *one) for one in ranks.top)
+        found.append(PromptToken(token, spelled, token_id, None if ranks is None else ranks.logprob, top))
+    return tuple(found)
 
 
 def _alternative(tokenizer: Tokenizer, token_id: int, logprob: float) -> Alternative:

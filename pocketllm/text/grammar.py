@@ -184,8 +184,8 @@ class _GrammarConstraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int, stop_id: int, eos_token_ids: frozenset[int], param: str) -> None:
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
-        self._stop = _bit(stop_id)
-        self._eos = [_bit(id_) for id_ in eos_token_ids if id_ < vocab_size]
+        self._stop = bit_of(stop_id)
+        self._eos = [bit_of(id_) for id_ in eos_token_ids if id_ < vocab_size]
         self._param = param
         self._is_complete = False
 
@@ -213,55 +213,7 @@ class _GrammarConstraint:
         return self._is_complete
 
 
-class AfterReasoning:
-    """A constraint that begins where the reasoning ends.
-
-    While reasoning is open everything may come but an end of the row. Before it is open, it may be opened, or the answer begins at once.
-
-    Args:
-        inner: holds the answer.
-        start_id: opens reasoning; None where only the prompt does.
-        end_id: ends it.
-        eos_token_ids: ids that end the row.
-        is_open: whether the prompt has left reasoning open.
-    """
-
-    def __init__(self, inner: TokenConstraint, start_id: int | None, end_id: int, eos_token_ids: frozenset[int], *, is_open: bool) -> None:
-        self._inner = inner
-        self._start = None if start_id is None else _bit(start_id)
-        self._start_id = start_id
-        self._end_id = end_id
-        self._closed = [_bit(id_) for id_ in eos_token_ids] + ([] if start_id is None else [_bit(start_id)])
-        self._is_open = is_open
-        self._may_open = not is_open and start_id is not None
-
-    def fill(self, mask: npt.NDArray[np.uint32]) -> None:
-        if self._is_open:
-            mask[:] = np.uint32(0xFFFFFFFF)
-            for word, bit in self._closed:
-                if word < len(mask):
-                    mask[word] &= ~bit
-            return
-        self._inner.fill(mask)
-        if self._may_open and self._start is not None:
-            word, bit = self._start
-            mask[word] |= bit
-
-    def accept(self, token_id: int) -> None:
-        if self._is_open:
-            self._is_open = token_id != self._end_id
-        elif self._may_open and token_id == self._start_id:
-            self._is_open, self._may_open = True, False
-        else:
-            self._may_open = False
-            self._inner.accept(token_id)
-
-    @property
-    def is_complete(self) -> bool:
-        return not self._is_open and self._inner.is_complete
-
-
-def _bit(id_: int) -> tuple[int, np.uint32]:
+def bit_of(id_: int) -> tuple[int, np.uint32]:
     return id_ // 32, np.uint32(1 << (id_ % 32))
 
 
@@ -295,19 +247,23 @@ def _reason(error: str) -> str:
 
 
 def _compile_error(error: str, param: str) -> ConfigurationError | UnsupportedFeatureError:
-    reason = _reason(error)
+    reason, noun = _reason(error), _noun(param)
     if _TOO_MUCH.search(reason):
-        return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
+        return ConfigurationError(f'"{param}" needs more work than the limits of grammars allow ({reason}): send a smaller {noun}.', param=param)
     if "nsatisfiable" in error:
-        return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a schema that some value satisfies.', param=param)
-    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({reason}): send a simpler schema.', param=param)
+        return ConfigurationError(f'"{param}" describes no value at all ({reason}): send a {noun} that some value satisfies.', param=param)
+    return UnsupportedFeatureError(f'"{param}" can\'t be enforced while text is generated ({reason}): send a simpler {noun}.', param=param)
 
 
 def _step_error(error: str, param: str) -> ConfigurationError:
-    reason = _first_line(error) or "no text can follow"
+    reason, noun = _first_line(error) or "no text can follow", _noun(param)
     if _TOO_MUCH.search(reason):
-        return ConfigurationError(f'"{param}" needs more work for one token than the limits of grammars allow ({reason}): send a smaller schema.', param=param)
-    return ConfigurationError(f'"{param}" leaves no text that may come next ({reason}): send a schema that some value satisfies.', param=param)
+        return ConfigurationError(f'"{param}" needs more work for one token than the limits of grammars allow ({reason}): send a smaller {noun}.', param=param)
+    return ConfigurationError(f'"{param}" leaves no text that may come next ({reason}): send a {noun} that some value satisfies.', param=param)
+
+
+def _noun(param: str) -> str:
+    return "form" if param == "structured_outputs" else "schema"
 
 
 def _first_line(error: str) -> str:

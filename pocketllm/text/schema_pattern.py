@@ -70,6 +70,16 @@ def read_pattern(text: str) -> Pattern:
     return Pattern(f"(?:{_whole(branches)})", reader.is_exact)
 
 
+def whole_pattern(text: str) -> str:
+    """The regex of every string that `text` matches from its beginning to its end. Raises as `read_pattern` does."""
+    read_pattern(text)  # by itself, so that it can't close the group that it is put into
+    text = text.removeprefix("^")
+    backslashes = len(text.removesuffix("$")) - len(text.removesuffix("$").rstrip("\\"))
+    if backslashes % 2 == 0:
+        text = text.removesuffix("$")
+    return read_pattern(f"^(?:{text})$").regex
+
+
 def matches(regex: str, text: str) -> bool:
     """Whether all of `text` matches `regex`, as `read_pattern` wrote it, anchored or not. Takes time in the text's length alone, unlike Python's `re`."""
     from llguidance import LLMatcher  # here, so that reading a schema without "patternProperties" loads no native module

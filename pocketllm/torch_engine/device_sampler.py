@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,11 @@ import numpy.typing as npt
 import torch
 
 from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, TokenLogprobs
+from pocketllm.backends.logit_terms import LogitTerms
+from pocketllm.torch_engine.device_edits import DeviceEdits
 from pocketllm.torch_engine.kernels.logprobs import device_logprobs
 from pocketllm.torch_engine.kernels.sampler import NOT_FINITE, NOTHING_ALLOWED, LastIds, SamplingTensors, sample_tokens
+from pocketllm.torch_engine.logit_edits import LogitEdits, penalty_bits
 
 __all__ = ["NOTHING_ALLOWED", "NOT_FINITE", "DeviceSampler", "DrawnTokens"]
 
@@ -19,6 +22,7 @@ _NUM_STAGES = 3  # steps whose copies may be under way at once, and one more tha
 _HOTTEST = 1e30  # higher temperatures give the same draws, and float32 holds it
 _NUMBERS_OF_TOP = (0, 5, MAX_LOGPROBS)  # each is a kernel of its own: what is asked for is rounded up
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
+_NO_EDITS: Mapping[int, LogitEdits] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +89,36 @@ class DeviceSampler:
         ]
         self._next = 0
         self._values = torch.zeros((4, max_rows), dtype=torch.int64, device=device)
-        self._masks = torch.zeros((max_rows, num_words), dtype=torch.int32, device=device)
+        self._masks = torch.zeros((2 * max_rows, num_words), dtype=torch.int32, device=device)  # of the step, then those that stay, by slot
+        self._staying: dict[int, npt.NDArray[np.uint32]] = {}  # by slot
         self._has_cuts, self._has_masks = False, False
         self._is_greedy = True  # every temperature on the device is 0, and nothing else is read of such rows
         self._ranked: list[int] = []
+        self._edits: DeviceEdits | None = None
+        self._edited_rows: Set[int] = frozenset()
+        self._no_ids = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_top = 0
 
-    def prepare(self, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS) -> None:
+    def prepare(
+        self,
+        requests: Sequence[EngineRequest],
+        draws: Sequence[int],
+        masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS,
+        edits: Mapping[int, LogitEdits] = _NO_EDITS,
+        slots: Sequence[int] = (),
+    ) -> None:
         """Send what the next `draw` needs.
 
         Args:
             requests: the rows' requests, for their sampling.
             draws: how many tokens each row has drawn before.
-            masks: by row, words of bits as `TokenConstraint.fill` writes them.
+            masks: by row, words of bits as `TokenConstraint.fill` writes them. One that can't be written to stays as it is: its row, which has edits, has
+                the same array at every draw.
+            edits: by row, what its terms change.
+            slots: each row's, where `draw` finds the id that it drew last; rows without edits need none.
         """
+        self._edits = DeviceEdits(edits, requests, slots, self._device) if edits else None
+        self._edited_rows = edits.keys()
         self._has_masks = bool(masks)
         self._has_cuts = any(request.temperature > 0 and (request.top_k > 1 or request.top_p < 1) for request in requests)
         self._ranked = [row for row, request in enumerate(requests) if request.logprobs is not None]
@@ -120,14 +140,27 @@ class DeviceSampler:
         temperature[count:] = 0  # rows that stand for none, in a graph of more rows
         mask_rows[:] = -1
         words = stage.masks.numpy()
-        for line, (row, mask) in enumerate(masks.items()):
+        line = 0
+        for row, mask in masks.items():
+            if not mask.flags.writeable:  # it stays as it is, so it is sent once
+                mask_rows[row] = self._staying_line(slots[row], mask)
+                continue
             mask_rows[row] = line
             words[line] = mask.view(np.int32)
+            line += 1
         self._values.copy_(stage.values, non_blocking=True)
-        if masks:
-            self._masks[: len(masks)].copy_(stage.masks[: len(masks)], non_blocking=True)
+        if line:
+            self._masks[:line].copy_(stage.masks[:line], non_blocking=True)
         if stage.read is not None:
             stage.read.record()
+
+    def _staying_line(self, slot: int, mask: npt.NDArray[np.uint32]) -> int:
+        """Where on the device the mask is that the row in `slot` has at every draw."""
+        line = self._max_rows + slot
+        if self._staying.get(slot) is not mask:
+            self._staying[slot] = mask
+            self._masks[line].copy_(torch.from_numpy(mask.view(np.int32).copy()))
+        return line
 
     def compile(self, keep: LastIds) -> None:
         """Launch every kernel that a `draw` with `keep`, of one row, may launch, so that none is compiled while somebody waits. While no draw is under way."""
@@ -135,6 +168,11 @@ class DeviceSampler:
         for has_masks in (False, True):
             for has_cuts in (False, True):
                 drawn = sample_tokens(logits, self.tensors(has_masks=has_masks), has_cuts=has_cuts, keep=keep)
+            terms = LogitTerms(repetition_penalty=2.0, min_p=0.5)
+            edits = LogitEdits(terms, np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), True, penalty_bits(terms))
+            DeviceEdits({0: edits}, [EngineRequest("", (0,), 1, 1.0, terms=terms)], (0,), self._device).apply(
+                logits, self.tensors(has_masks=has_masks), keep.ids
+            )
         for number in sorted({self._rounded(number) for number in _NUMBERS_OF_TOP}):
             device_logprobs(logits, drawn[:, 0].contiguous(), number)
 
@@ -150,14 +188,23 @@ class DeviceSampler:
         """Draw from logits [num_rows, vocab_size] float32 as the last `prepare` says, rank the rows that ask for it, and send the results to the host.
 
         Args:
-            logits: [num_rows, vocab_size] float32.
-            keep: where each row's id goes as well.
+            logits: [num_rows, vocab_size] float32; edits are made in them.
+            keep: where each row's id goes as well, and where that of the step before is until then.
         """
-        packed = sample_tokens(logits, self.tensors(has_masks=self._has_masks), has_cuts=self._has_cuts, keep=keep)
-        ids, num_rows = packed[:, 0], packed.shape[0]
+        how, num_rows = self.tensors(has_masks=self._has_masks), logits.shape[0]
+        rows = None if len(self._ranked) in (0, num_rows) else torch.tensor(self._ranked).to(self._device, non_blocking=True)
+        model_logits = None  # of the ranked rows, where some of them are edited
+        if self._edits is not None:
+            if not self._edited_rows.isdisjoint(self._ranked):
+                model_logits = logits.clone() if rows is None else logits[rows]
+            self._edits.apply(logits, how, self._no_ids if keep is None else keep.ids)
+        packed = sample_tokens(logits, how, has_cuts=self._has_cuts, keep=keep)
+        ids = packed[:, 0]
         if self._ranked:
-            rows = None if len(self._ranked) == num_rows else torch.tensor(self._ranked).to(self._device, non_blocking=True)
-            drawn, top_ids, top = device_logprobs(logits, ids.contiguous(), self._num_top, rows)
+            if model_logits is None:
+                drawn, top_ids, top = device_logprobs(logits, ids.contiguous(), self._num_top, rows)
+            else:
+                drawn, top_ids, top = device_logprobs(model_logits, ids.contiguous() if rows is None else ids[rows], self._num_top)
             ranks = torch.cat([drawn.view(torch.int64)[:, None], top_ids.long(), top.view(torch.int64)], dim=1)
             ranks = ranks if rows is None else ranks.new_zeros((num_rows, ranks.shape[1])).index_copy_(0, rows, ranks)
             packed = torch.cat([packed, ranks], dim=1)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pocketllm.backends.base import MAX_LOGPROBS, EngineRequest, EngineStats, Health, StepCallback, StepOutput
 from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError
 from pocketllm.torch_engine.masks import Masks
-from pocketllm.torch_engine.runner import Draw, Flight, Runner
+from pocketllm.torch_engine.runner import Draw, Flight, Ranked, Runner
 from pocketllm.torch_engine.scheduler import Row, RowUpdate, ScheduledRow, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Engine:
         pool, prompt_tokens = self._scheduler.pool, len(request.prompt_token_ids)
         if not prompt_tokens:
             raise ConfigurationError('"prompt" is empty: send at least one token id.', param="prompt")
-        if request.max_tokens < 1:
+        if request.max_tokens < (0 if request.prompt_logprobs is not None else 1):
             raise ConfigurationError(f'"max_tokens" = {request.max_tokens} is not valid: send a whole number of at least 1.', param="max_tokens")
         if prompt_tokens + request.max_tokens > pool.num_blocks * pool.block_size:
             raise ConfigurationError(
@@ -148,8 +148,9 @@ class Engine:
                 "of the KV cache: send less, or start the engine with a larger kv_cache_memory.",
                 param="max_tokens",
             )
-        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-            raise ConfigurationError(f'"logprobs" = {request.logprobs} is not valid: send a whole number from 0 to {MAX_LOGPROBS}.', param="logprobs")
+        for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ConfigurationError(f'"{name}" = {count} is not valid: send a whole number from 0 to {MAX_LOGPROBS}.', param=name)
 
     def _is_lost(self) -> bool:
         """Whether this process is a fork, which has the engine's memory and locks but not its thread."""
@@ -228,8 +229,10 @@ class Engine:
             if scheduled.row.slot < 0:  # it ended while this was computed
                 continue
             result = results.get(place)
+            if isinstance(result, Draw | Ranked):
+                scheduled.row.prompt_logprobs += result.prompt_logprobs
             error = self._masks.accept(scheduled.row, result.token_id) if isinstance(result, Draw) else result
-            if error is not None:
+            if isinstance(error, BaseException):
                 self._end(scheduled.row, error)
             elif isinstance(result, Draw):
                 draws[place] = result
@@ -272,12 +275,15 @@ class Engine:
 
     def _publish(self, update: RowUpdate, draw: Draw) -> None:
         row = update.row
-        self._generated_tokens += 1
+        self._generated_tokens += min(1, update.num_generated)
         cached = row.cached_tokens or 0
-        if update.num_generated == 1:
+        if update.num_generated <= 1:
             self._cached_tokens += cached
-        request_id = row.request.request_id
-        self._emit(StepOutput(request_id, update.token_ids, update.num_generated, update.finish_reason, cached, logprobs=draw.logprobs))
+        output = StepOutput(row.request.request_id, update.token_ids, update.num_generated, update.finish_reason, cached)
+        output.logprobs = draw.logprobs if update.token_ids else ()
+        if row.prompt_logprobs:
+            output.prompt_logprobs, row.prompt_logprobs = tuple(row.prompt_logprobs), []
+        self._emit(output)
 
     def _emit(self, output: StepOutput) -> None:
         with self._wake:

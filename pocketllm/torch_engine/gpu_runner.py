@@ -6,6 +6,7 @@ The ids that a step draws stay on the GPU for the next one, which is launched be
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from pocketllm.backends.base import EngineRequest
 from pocketllm.torch_engine.device_sampler import NOT_FINITE, DeviceSampler, DrawnTokens
 from pocketllm.torch_engine.kernels.sampler import LastIds
 from pocketllm.torch_engine.layers.attention import KVCache
+from pocketllm.torch_engine.logit_edits import edits_of
 from pocketllm.torch_engine.masks import MaskSource
 from pocketllm.torch_engine.model_runner import not_finite, nothing_allowed
 from pocketllm.torch_engine.models.model import Model
-from pocketllm.torch_engine.runner import Draw
+from pocketllm.torch_engine.prompt_ranks import PromptRanks, prompt_ranks
+from pocketllm.torch_engine.runner import Draw, Ranked, Result
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
 from pocketllm.torch_engine.step_inputs import StepInputs
@@ -89,18 +92,27 @@ class GpuRunner:
         sampling = [place for place in order if step[place].samples]
         words, errors = masks.take_all([step[place].row for place in sampling])
         shape = StepShape.of(rows)
-        fixed = next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
+        ranks = prompt_ranks(rows, order)
+        # What a graph gives is of the last tokens alone.
+        fixed = None if ranks is not None else next((fixed for fixed in self._fixed if fixed.shape.holds(shape)), None)
         step_inputs = StepInputs(shape, self.max_rows, self.device) if fixed is None else fixed.inputs
         step_inputs.send(rows, self.block_size, is_hybrid=self._is_hybrid)
         requests = [step[place].row.request for place in sampling]
         if sampling:  # ahead of the step, for between its kernels the device would wait for the copy
-            self._sampler.prepare(requests, [step[place].row.num_generated for place in sampling], words)
-        output = self.compute(step_inputs) if fixed is None else fixed.run()
+            edits = {sample: found for sample, place in enumerate(sampling) if (found := edits_of(step[place].row)) is not None}
+            draws, slots = [step[place].row.num_generated for place in sampling], [step[place].row.slot for place in sampling] if edits else ()
+            self._sampler.prepare(requests, draws, words, edits, slots)
+        if ranks is not None:
+            hidden = self._hidden(step_inputs)
+            ranks.compute(hidden, self.model)
+            output = self._wanted(hidden, step_inputs)
+        else:
+            output = self.compute(step_inputs) if fixed is None else fixed.run()
         if not sampling:
-            return GpuFlight((), (), {}, None)
+            return GpuFlight((), (), {}, None, ranks)
         logits = (output if step_inputs.shape.all_sample else self.model.logits(output[: len(sampling)]))[: len(sampling)]
         drawn = self._sampler.draw(logits, LastIds(self._last_ids, step_inputs["sample_slots"]))
-        return GpuFlight(sampling, requests, errors, drawn)
+        return GpuFlight(sampling, requests, errors, drawn, ranks)
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:
         """Queue a step of the model, as far as a graph holds it.
@@ -109,13 +121,19 @@ class GpuRunner:
             Where all rows decode and sample, their logits [num_samples, vocab_size] float32; else [num_samples, hidden_size] float32, of the tokens whose
             logits are wanted, so that the output head is computed for just as many as there are.
         """
+        return self._wanted(self._hidden(inputs), inputs)
+
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """[num_tokens, hidden_size] float32 of a step's tokens."""
         token_ids, shape = inputs["token_ids"], inputs.shape
         if shape.num_decode:
             known = token_ids[: shape.num_decode]
             drawn = torch.where(known < 0, self._last_ids[inputs["input_slots"]], known)
             token_ids = torch.cat([drawn, token_ids[shape.num_decode :]]) if shape.num_prompts else drawn
-        hidden = self.model.forward(inputs.batch(token_ids, self._tables), self.cache)
-        return self.model.logits(hidden) if shape.all_sample else hidden[inputs["sample_index"]]
+        return self.model.forward(inputs.batch(token_ids, self._tables), self.cache)
+
+    def _wanted(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        return self.model.logits(hidden) if inputs.shape.all_sample else hidden[inputs["sample_index"]]
 
     def _write_tables(self, step: Sequence[ScheduledRow]) -> None:
         """Bring the device's block tables up to date."""
@@ -144,21 +162,41 @@ class GpuFlight:
         requests: of those.
         errors: by sample, of rows whose mask failed.
         drawn: what they drew, in their order; None where none samples.
+        ranks: of the prompts that are ranked; None where none is.
     """
 
-    def __init__(self, places: Sequence[int], requests: Sequence[EngineRequest], errors: Mapping[int, BaseException], drawn: DrawnTokens | None) -> None:
-        self._places, self._requests, self._errors, self._drawn = places, requests, errors, drawn
+    def __init__(
+        self,
+        places: Sequence[int],
+        requests: Sequence[EngineRequest],
+        errors: Mapping[int, BaseException],
+        drawn: DrawnTokens | None,
+        ranks: PromptRanks | None,
+    ) -> None:
+        self._places, self._requests, self._errors, self._drawn, self._ranks = places, requests, errors, drawn, ranks
 
-    def result(self) -> dict[int, Draw | BaseException]:
+    def result(self) -> dict[int, Result]:
+        results = self._draws()
+        if self._ranks is None:
+            return results
+        for place, found in self._ranks.wait().items():
+            drawn = results.get(place)
+            if drawn is None:
+                results[place] = Ranked(found)
+            elif isinstance(drawn, Draw):
+                results[place] = replace(drawn, prompt_logprobs=found)
+        return results
+
+    def _draws(self) -> dict[int, Result]:
         if self._drawn is None:
             return {}
         ids, status = self._drawn.wait()
-        results: dict[int, Draw | BaseException] = {}
+        results: dict[int, Result] = {}
         for sample, (place, request) in enumerate(zip(self._places, self._requests, strict=True)):
             if sample in self._errors:
                 results[place] = self._errors[sample]
             elif status[sample]:
-                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed()
+                results[place] = not_finite() if status[sample] == NOT_FINITE else nothing_allowed(request)
             elif request.logprobs is None or ids[sample] in request.eos_token_ids:
                 results[place] = Draw(ids[sample])
             else:

@@ -1,4 +1,4 @@
-"""Masks of constrained rows: which ids each may draw next, computed on threads of their own while the device works."""
+"""Masks of rows: which ids each may draw next. Those of constraints are computed on threads of their own while the device works."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pocketllm.backends.base import TokenConstraint
+from pocketllm.torch_engine.logit_edits import allowed_words
 from pocketllm.torch_engine.scheduler import Row
 
 Words = npt.NDArray[np.uint32]
@@ -33,7 +34,7 @@ class Masks:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // 32)
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
         self._futures: dict[Row, Future[Words]] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "pocketllm-mask")
 
@@ -60,7 +61,8 @@ class Masks:
         return future.result() if error is None else error
 
     def take_all(self, rows: Sequence[Row]) -> tuple[dict[int, Words], dict[int, BaseException]]:
-        """Wait for the masks of those of `rows` with a constraint: what `take` gives, words and failures apart, by place in `rows`."""
+        """Wait for the masks of those of `rows` that have one: what `take` gives of a constraint, and the ids that the request allows, words and failures
+        apart, by place in `rows`."""
         words: dict[int, Words] = {}
         errors: dict[int, BaseException] = {}
         for place, row in enumerate(rows):
@@ -70,6 +72,8 @@ class Masks:
                     errors[place] = mask
                 else:
                     words[place] = mask
+            if (allowed := allowed_words(row, self._vocab_size)) is not None:
+                words[place] = words[place] & allowed if place in words else allowed
         return words, errors
 
     def accept(self, row: Row, token_id: int) -> BaseException | None:

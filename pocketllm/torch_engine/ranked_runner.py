@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pocketllm.torch_engine.logit_edits import has_mask
 from pocketllm.torch_engine.masks import MaskSource, Words
 from pocketllm.torch_engine.rank_group import RankGroup
 from pocketllm.torch_engine.runner import Flight, Runner
@@ -73,7 +74,7 @@ class _SharedMasks:
         self._num_words = -(-vocab_size // 32)
 
     def take_all(self, rows: Sequence[Row]) -> tuple[dict[int, Words], dict[int, BaseException]]:
-        places = [place for place, row in enumerate(rows) if row.request.constraint is not None]
+        places = [place for place, row in enumerate(rows) if has_mask(row.request)]
         words, errors = self._own.take_all(rows) if self._own is not None else ({}, {})
         if not places:
             return words, errors

@@ -18,17 +18,28 @@ class Draw:
 
     token_id: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """What a row that does not sample is given: the log probabilities of `ScheduledRow.ranked`, as the Draw of one that does has them too."""
+
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+Result = Draw | Ranked | BaseException
 
 
 class Flight(Protocol):
     """A step that was launched."""
 
-    def result(self) -> Mapping[int, Draw | BaseException]:
+    def result(self) -> Mapping[int, Result]:
         """Wait for the step; called once, and in the order of the launches.
 
         Returns:
-            By place in the step: what each row that samples drew, or why it could not. A runner that sees at once that a row computed values
-            which are not finite says so without a sample too; for others the row fails when it samples.
+            By place in the step: what each row that samples or ranks its prompt was given, or why it could not. A runner that sees at once that a row
+            computed values which are not finite says so without a sample too; for others the row fails when it samples.
         """
 
 
@@ -36,9 +47,9 @@ class Flight(Protocol):
 class Landed:
     """The flight of a step that was computed when it was launched."""
 
-    results: Mapping[int, Draw | BaseException]
+    results: Mapping[int, Result]
 
-    def result(self) -> Mapping[int, Draw | BaseException]:
+    def result(self) -> Mapping[int, Result]:
         return self.results
 
 

@@ -17,8 +17,10 @@ import torch
 
 from pocketllm.backends.base import EngineRequest
 from pocketllm.splitmix import splitmix64
+from pocketllm.torch_engine.logit_edits import LogitEdits
 
 _NO_MASKS: Mapping[int, npt.NDArray[np.uint32]] = {}
+_NO_EDITS: Mapping[int, LogitEdits] = {}
 CANDIDATES = 256  # ids with noise of their own; a nucleus is rarely larger, and beside them the others are rarely drawn
 _REST = -1  # stands for all other ids together
 
@@ -36,7 +38,11 @@ def gumbel(seed: int, draw: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.f
 
 
 def sample(
-    logits: torch.Tensor, requests: Sequence[EngineRequest], draws: Sequence[int], masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS
+    logits: torch.Tensor,
+    requests: Sequence[EngineRequest],
+    draws: Sequence[int],
+    masks: Mapping[int, npt.NDArray[np.uint32]] = _NO_MASKS,
+    edits: Mapping[int, LogitEdits] = _NO_EDITS,
 ) -> list[int | None]:
     """One id a row, or None for a row whose logits are not finite, or not where its mask allows an id.
 
@@ -45,6 +51,7 @@ def sample(
         requests: the rows' requests, for their sampling.
         draws: how many tokens each row has drawn before.
         masks: by row, words of bits as `TokenConstraint.fill` writes them: ids whose bit is not set can't be drawn.
+        edits: by row, what its terms change; no last id is awaited.
     """
     best, greedy_ids = logits.max(dim=-1)  # a NaN anywhere in a row is that row's maximum
     finite = torch.isfinite(best).tolist()
@@ -53,11 +60,16 @@ def sample(
         if not finite[row]:
             ids[row] = None
             continue
-        if is_greedy(request) and row not in masks:
+        is_changed = row in masks or row in edits
+        if is_greedy(request) and not is_changed:
             continue
         own, largest = logits[row], best[row]
+        if row in edits:
+            own = edited(own, edits[row])
         if row in masks:
-            own = own + bias(masks[row], own.shape[0])
+            forbids = bias(masks[row], own.shape[0])
+            own = own.add_(forbids) if row in edits else own + forbids
+        if is_changed:
             largest, greedy_id = own.max(dim=-1)
             ids[row] = int(greedy_id) if math.isfinite(largest) else None
         if not is_greedy(request) and ids[row] is not None:
@@ -65,9 +77,32 @@ def sample(
     return ids
 
 
+def edited(logits: torch.Tensor, edits: LogitEdits, start: int = 0) -> torch.Tensor:
+    """A copy of one row's logits, [num_ids] float32 of the ids from `start` on, with its edits: repetition, then frequency and presence, then what is added."""
+    own = logits.clone()
+    ids, seen, added, terms = edits.ids - start, edits.seen, edits.added, edits.terms
+    if len(ids) == 0:
+        return own
+    if start or own.shape[0] <= ids.max():  # ids of other ranks; and an end of rows that some checkpoints name is no id of theirs
+        here = (ids >= 0) & (ids < own.shape[0])
+        ids, seen, added = ids[here], seen[here], added[here]
+    array = own.numpy()
+    values = array[ids].astype(np.float64)
+    if terms.repetition_penalty != 1:
+        values = np.where(seen > 0, np.where(values > 0, values / terms.repetition_penalty, values * terms.repetition_penalty), values)
+    count = seen >> 1
+    array[ids] = values - (terms.frequency_penalty * count + terms.presence_penalty * (count > 0)) + added
+    return own
+
+
 def is_greedy(request: EngineRequest) -> bool:
     """Which of two equal logits topk takes is not defined: here it is the first."""
     return request.temperature == 0 or request.top_k == 1
+
+
+def min_p_of(request: EngineRequest) -> float:
+    """0 is off."""
+    return 0.0 if request.terms is None else request.terms.min_p
 
 
 def bias(words: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tensor:
@@ -83,11 +118,13 @@ class Candidates:
         values: [num_candidates] float64, their logits divided by the temperature; the largest is 0.
         ids: [num_candidates] int64.
         log_total: logarithm of the sum of exp(value) over all ids.
+        is_all: no other id can be drawn, and log_total is not read.
     """
 
     values: torch.Tensor
     ids: torch.Tensor
     log_total: float
+    is_all: bool = False
 
 
 def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled: torch.Tensor | None) -> int | None:
@@ -98,7 +135,7 @@ def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled
         scaled: [vocab_size] float64, `values` of all ids; None where they are not at hand, and then the result is None where they decide.
     """
     values, ids = candidates.values, candidates.ids
-    is_cut = 0 < request.top_k <= values.shape[0]
+    is_cut = candidates.is_all or 0 < request.top_k <= values.shape[0]
     total = float(values.logsumexp(dim=-1)) if is_cut else candidates.log_total
     mass = 1.0 if is_cut else float((values - total).exp().sum())
     rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - mass)
@@ -123,7 +160,7 @@ def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled
 
 
 def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
-    """Draw number `draw` from one row [vocab_size] float64: temperature, then top-k, then top-p over what top-k left.
+    """Draw number `draw` from one row [vocab_size] float64: temperature, min_p, then top-k, then top-p over what top-k left.
 
     The largest logit is 0, so that the smallest temperature does not overflow.
     """
@@ -131,6 +168,16 @@ def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
     vocab_size = scaled.shape[0]
     is_cut = 0 < request.top_k < vocab_size
     values, ids = scaled.topk(request.top_k if is_cut else min(CANDIDATES, vocab_size))
-    token_id = draw_among(Candidates(values, ids, 0.0 if is_cut else float(scaled.logsumexp(dim=-1))), request, draw, scaled)
+    likely = vocab_size
+    if (min_p := min_p_of(request)) > 0:
+        lowest = math.log(min_p)
+        likely = int((values >= lowest).sum())
+        if likely == values.shape[0] and not is_cut:  # there may be more
+            scaled.masked_fill_(scaled < lowest, -math.inf)
+    if likely < values.shape[0]:
+        candidates = Candidates(values[:likely], ids[:likely], 0.0, is_all=True)
+    else:
+        candidates = Candidates(values, ids, 0.0 if is_cut else float(scaled.logsumexp(dim=-1)))
+    token_id = draw_among(candidates, request, draw, scaled)
     assert token_id is not None, "all logits are at hand"
     return token_id

@@ -14,18 +14,23 @@ a snapshot of the state is to be taken, and it starts from cached blocks only as
 
 from __future__ import annotations
 
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal
 
-from pocketllm.backends.base import EngineRequest
+from pocketllm.backends.base import EngineRequest, TokenLogprobs
 from pocketllm.torch_engine.block_pool import ROOT, BlockPool, hash_block
 from pocketllm.torch_engine.state_pool import Snapshot, StateCopy, StatePool, Worth
 
+if TYPE_CHECKING:
+    from pocketllm.torch_engine.logit_edits import RowEdits, SentEdits
 RowFinish = Literal["stop", "length"]
 
+_priority = attrgetter("request.priority")
 UNKNOWN = -1  # stands for an id that a step under way draws
 
 
@@ -44,7 +49,10 @@ class Row:
         is_complete: nothing may follow the token that the row has just drawn.
         slot: a running row's own number, in a hybrid model also that of its state slot; else -1.
         snapshot: the newest that was taken of it while it runs.
+        edits: what changes its logits, once it has been asked for; belongs to the runner.
         snapshot_end: tokens up to the last whole block that lay before the row's last token when it started.
+        num_ranked: how many tokens of the prompt after its first have log probabilities from steps that were advanced, in a row that asks for them.
+        prompt_logprobs: of those, once their steps have landed; they are handed out with the row's first output.
     """
 
     request: EngineRequest
@@ -58,6 +66,9 @@ class Row:
     slot: int = -1
     snapshot: Snapshot | None = None
     snapshot_end: int = 0
+    edits: RowEdits | SentEdits | None = None
+    num_ranked: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -79,6 +90,22 @@ class ScheduledRow:
     row: Row
     num_tokens: int
     samples: bool
+
+    @property
+    def ranked(self) -> range:
+        """Places in `row.token_ids` of the prompt tokens whose log probabilities this step gives, each by the logits of the token before; until `advance`."""
+        row = self.row
+        if row.request.prompt_logprobs is None:
+            return range(0)
+        start = row.num_computed_tokens
+        return range(max(start, row.num_ranked) + 1, min(start + self.num_tokens + 1, len(row.request.prompt_token_ids)))
+
+    @property
+    def ranked_ids(self) -> list[int]:
+        """Ids of those tokens. The last of them comes after this step's tokens, so that other ranks than 0 do not know it: there it is any."""
+        ranked = self.ranked
+        found = self.row.token_ids[ranked.start : ranked.stop]
+        return found + [0] * (len(ranked) - len(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +156,9 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, request: EngineRequest) -> Row:
-        """Queue a request behind those that wait."""
+        """Queue a request behind those that wait with its priority or a lower number, which start first and are preempted last."""
         row = Row(request)
-        self.waiting.append(row)
+        insort_right(self.waiting, row, key=_priority)
         return row
 
     def remove(self, row: Row) -> None:
@@ -178,7 +205,7 @@ class Scheduler:
             return step  # a row that comes back now would take the blocks it just gave up
         while self.waiting and len(self.running) < self.max_batch_size and budget > 0 and self._start(self.waiting[0]):
             row = self.waiting.popleft()
-            self.running.append(row)
+            insort_right(self.running, row, key=_priority)
             count = self._cut(row, int(min(row.num_pending_tokens, budget)))
             budget -= count
             step.append(ScheduledRow(row, count, count == row.num_pending_tokens))
@@ -198,6 +225,8 @@ class Scheduler:
             if row.slot < 0:
                 continue
             row.num_computed_tokens += scheduled.num_tokens
+            if row.request.prompt_logprobs is not None:
+                row.num_ranked = max(row.num_ranked, min(row.num_computed_tokens, len(row.request.prompt_token_ids) - 1))
             self._extend_hashes(row)
             if self.states is not None:
                 self._take_snapshot(self.states, row)
@@ -225,24 +254,28 @@ class Scheduler:
             token_id = row.token_ids[-1] = sampled[place]
             is_eos = token_id in row.request.eos_token_ids
             finish: RowFinish | None = "stop" if is_eos or row.is_complete else "length" if row.num_generated >= row.request.max_tokens else None
-            updates.append(RowUpdate(row, () if is_eos else (token_id,), row.num_generated, finish))
+            if row.request.max_tokens == 0:  # what was drawn is not asked for
+                updates.append(RowUpdate(row, (), 0, "length"))
+            else:
+                updates.append(RowUpdate(row, () if is_eos else (token_id,), row.num_generated, finish))
             if finish is not None:
                 self.remove(row)
         return updates
 
     def preempt(self, row: Row) -> None:
-        """Free a running row's blocks and slot and put it first in the queue; what it computed is recomputed later."""
+        """Free a running row's blocks and slot and put it first among those of its priority in the queue; what it computed is recomputed later."""
         assert row.token_ids[-1] != UNKNOWN, "a row is preempted while its id is under way"
         self.running.remove(row)
         self._release(row)
         row.num_computed_tokens = 0
-        self.waiting.appendleft(row)
+        insort_left(self.waiting, row, key=_priority)
         self.num_preemptions += 1
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless rows, tables and pool agree."""
         self.pool.check_integrity(row.block_table for row in self.running)
         assert len(self.running) <= self.max_batch_size, "more rows run than there are slots"
+        assert all(sorted(rows, key=_priority) == list(rows) for rows in (self.running, self.waiting)), "a row is before one that goes first"
         for row in self.running:
             assert row.num_computed_tokens < len(row.token_ids), "a running row has nothing to compute"
             assert self._blocks_for(row.num_computed_tokens) <= len(row.block_table), "computed tokens have no block"
@@ -276,11 +309,13 @@ class Scheduler:
 
     def _awaits_end(self, row: Row) -> bool:
         """Whether the id under way is the last that the row may draw."""
-        return row.num_generated >= row.request.max_tokens
+        return row.num_generated >= max(1, row.request.max_tokens)
 
     def _start(self, row: Row) -> bool:
         """A slot and blocks for all tokens that a waiting row has, cached ones first. False, and nothing taken, if they are not there."""
         cached = self.pool.match_prefix(row.token_ids)
+        if row.request.prompt_logprobs is not None and row.num_ranked < len(row.request.prompt_token_ids) - 1:  # what is not computed can't be ranked
+            cached = cached[: row.num_ranked // self.pool.block_size]
         if self.states is not None:
             while cached and not self.states.has(self.pool.digest_of(cached[-1])):
                 cached.pop()

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pocketllm.backends.base import EngineRequest
+from pocketllm.backends.logit_terms import NO_TERMS, LogitTerms
+from pocketllm.torch_engine.logit_edits import LogitEdits, SentEdits, edits_of, has_mask, penalty_bits
 from pocketllm.torch_engine.scheduler import Row, ScheduledRow
 from pocketllm.torch_engine.state_pool import StateCopy
 
@@ -54,8 +56,11 @@ class StepWriter:
             one.num_tokens,
             one.samples,
             len(request.prompt_token_ids),
-            request.constraint is not None,
+            has_mask(request),
+            request.terms is not None,
             -1 if request.logprobs is None else request.logprobs,
+            -1 if request.prompt_logprobs is None else request.prompt_logprobs,
+            row.num_ranked,
             request.top_k,
             _signed(request.seed),
             *struct.unpack("<2q", struct.pack("<2d", request.temperature, request.top_p)),
@@ -63,6 +68,7 @@ class StepWriter:
             len(blocks),
             *blocks,
             *row.token_ids[start:end],
+            *(_edits_numbers(row) if one.samples else ()),
         ]
 
 
@@ -86,7 +92,8 @@ class StepReader:
         return released, step, copies
 
     def _row(self, slot: int, rest: Iterator[int]) -> ScheduledRow:
-        start, count, samples, prompt_length, is_constrained, logprobs, top_k, seed, temperature, top_p, known_blocks, num_blocks = _take(rest, 12)
+        start, count, samples, prompt_length, has_mask, has_terms, logprobs, prompt_logprobs, num_ranked, *more = _take(rest, 15)
+        top_k, seed, temperature, top_p, known_blocks, num_blocks = more
         row = self._rows.get(slot)
         if row is None or known_blocks == 0:
             temperature_, top_p_ = struct.unpack("<2d", struct.pack("<2q", temperature, top_p))
@@ -99,16 +106,39 @@ class StepReader:
                 top_k=top_k,
                 seed=seed % 2**64,
                 logprobs=None if logprobs < 0 else logprobs,
-                constraint=_Elsewhere() if is_constrained else None,
+                prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
+                constraint=_Elsewhere() if has_mask else None,
+                terms=NO_TERMS if has_terms else None,
             )
             row = self._rows[slot] = Row(request)
             row.token_ids = []
             row.slot = slot
         row.block_table += _take(rest, num_blocks)
-        row.num_computed_tokens = start
+        row.num_computed_tokens, row.num_ranked = start, num_ranked
         row.token_ids += [0] * (start - len(row.token_ids))  # of a cached prefix; nothing reads them here
         row.token_ids[start:] = _take(rest, count)
+        if has_terms and samples:
+            row.edits = SentEdits(_read_edits(rest))
         return ScheduledRow(row, count, bool(samples))
+
+
+def _edits_numbers(row: Row) -> list[int]:
+    """The edits of the row's next draw, if it has terms: their lengths, what `edited` and the kernels read of the terms, and the tables."""
+    edits = edits_of(row)
+    if edits is None:
+        return []
+    terms = edits.terms
+    scalars = (terms.repetition_penalty, terms.frequency_penalty, terms.presence_penalty, terms.min_p)
+    lengths = (len(edits.table), len(edits.pairs), edits.awaits_last)
+    return [*lengths, *struct.unpack("<4q", struct.pack("<4d", *scalars)), *edits.table.ravel().tolist(), *edits.pairs.ravel().tolist()]
+
+
+def _read_edits(rest: Iterator[int]) -> LogitEdits:
+    num_entries, num_pairs, awaits_last = _take(rest, 3)
+    repetition, frequency, presence, min_p = struct.unpack("<4d", struct.pack("<4q", *_take(rest, 4)))
+    terms = LogitTerms(repetition, frequency, presence, min_p=min_p)
+    table = np.array(_take(rest, 3 * num_entries), np.int32).reshape(num_entries, 3)
+    return LogitEdits(terms, table, np.array(_take(rest, 2 * num_pairs), np.int32).reshape(num_pairs, 2), bool(awaits_last), penalty_bits(terms))
 
 
 class _Elsewhere:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pocketllm.bench import limits
 from pocketllm.bench.limits import decode_ceiling, prefill_ceiling, token_costs
@@ -142,6 +143,12 @@ def test_latency(tiny: Path, read_report: Callable[[Path], dict[str, Any]], tmp_
     assert report["engine"]["device"] == "cpu"
     assert "TTFT" in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gpu_that_torch_does_not_see_can_not_be_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "latency", "--model", str(tiny), "--device", "cuda", "--input-tokens", "16"]) == 2
+    assert capsys.readouterr().err.strip().endswith('this one sees none. Install a CUDA build of torch, or send "cpu".')
 
 
 @pytest.mark.parametrize(

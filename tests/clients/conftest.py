@@ -13,7 +13,7 @@ import pytest
 from tests.server_process import serve, wait_until_ready
 
 # What `pip install -e '.[clients]'` brings. Without it, the tests of this directory are left out by name.
-CLIENTS = ("agents", "instructor", "langchain_openai", "langchain_tests", "litellm", "llm", "openai", "pydantic_ai")
+CLIENTS = ("agents", "instructor", "langchain_openai", "langchain_tests", "litellm", "llm", "lm_eval", "openai", "pydantic_ai")
 MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
 # Clients read their settings from the environment, and some report to their makers: nothing of the user's is read, and nothing is sent.
 PREFIXES = ("OPENAI_", "LANGCHAIN_", "LANGSMITH_", "LITELLM_", "LLM_", "LOGFIRE_")

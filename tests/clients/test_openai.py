@@ -203,3 +203,33 @@ async def test_async(base_url: str, model_name: str) -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         parsed = await client.chat.completions.parse(model=model_name, messages=ANIMAL_MESSAGES, response_format=Animal)
         assert isinstance(parsed.choices[0].message.parsed, Animal)
+
+
+def test_echo_with_log_probabilities(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.completions.create(model=model_name, prompt="The capital of France is", echo=True, logprobs=1, max_tokens=0)
+    (choice,) = answer.choices
+    assert choice.text == "The capital of France is"
+    ranks = choice.logprobs
+    assert ranks is not None
+    assert ranks.token_logprobs is not None
+    assert ranks.tokens is not None
+    assert "".join(ranks.tokens) == choice.text
+    assert ranks.token_logprobs[0] is None
+    assert all(value < 0 for value in ranks.token_logprobs[1:])
+
+
+def test_streamed_log_probabilities(client: openai.OpenAI, model_name: str) -> None:
+    asked = {"model": model_name, "messages": HELLO_MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True}
+    chunks = list(client.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+    streamed = [entry for chunk in chunks for choice in chunk.choices if choice.logprobs is not None for entry in choice.logprobs.content]
+    whole = client.chat.completions.create(**asked).choices[0].logprobs  # type: ignore[call-overload]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole.content]
+
+
+def test_structured_outputs_of_vllm(client: openai.OpenAI, model_name: str) -> None:
+    form = {"structured_outputs": {"choice": ["positive", "negative"]}}
+    answer = client.chat.completions.create(model=model_name, messages=HELLO_MESSAGES, extra_body=form)
+    assert answer.choices[0].message.content in ("positive", "negative")
+    completion = client.completions.create(model=model_name, prompt="x", best_of=2, extra_body={"structured_outputs": {"regex": "[0-9]{3}"}})
+    assert len(completion.choices) == 1
+    assert completion.choices[0].text.isdecimal()

@@ -27,7 +27,7 @@ REQUEST = EngineRequest("a", (1, 2, 3), 400)
 
 
 def backend_of(directory: Path = TRAINED, **options: Any) -> CppBackend:
-    defaults = {"dtype": "float32", "max_model_len": 512, "max_batch_size": 4, "backend_options": {"num_threads": 1}}
+    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_batch_size": 4, "backend_options": {"num_threads": 1}}
     return CppBackend(EngineArgs(**{**defaults, **options}), open_checkpoint(directory))
 
 
@@ -43,7 +43,7 @@ def backend(native: Any) -> Iterator[CppBackend]:
     backend.close()
 
 
-def test_capabilities_are_the_engine_s(backend: CppBackend) -> None:
+def test_capabilities_are_the_engine_s(native: Any, backend: CppBackend) -> None:
     found = backend.capabilities
     assert (found.backend, found.device, found.max_slots, found.context_length) == ("cpp", "cpu", 4, 512)
     assert found.vocab_size == json.loads((TRAINED / "config.json").read_text())["vocab_size"]
@@ -57,7 +57,7 @@ def test_capabilities_are_the_engine_s(backend: CppBackend) -> None:
     assert found.structured_outputs
     assert found.speculative_methods == ()
     assert found.details["compute_dtype"] == "float32"
-    assert found.details["linked_backend"] == "cpu"
+    assert found.details["linked_backend"] == native.backend
     assert (found.details["num_threads"], found.details["eos_source"]) == (1, "engine")
 
 
@@ -187,7 +187,7 @@ def test_wrong_plane_options_are_refused_before_loading(plane: dict[str, Any], s
         ({"max_model_len": 10**7}, ConfigurationError, "max_model_len"),
         ({"kv_cache_memory": "1KiB"}, ConfigurationError, "kv_cache_memory"),
         ({"kv_cache_memory": 2**50}, ConfigurationError, "kv_cache_memory"),
-        ({"device": "cuda"}, UnsupportedFeatureError, "device"),
+        ({"device": "cuda:99"}, UnsupportedFeatureError, "device"),
         ({"max_batch_size": 2**40}, ConfigurationError, "max_batch_size"),
     ],
 )
@@ -196,6 +196,18 @@ def test_what_can_not_be_is_refused(options: dict[str, Any], error: type[Excepti
         backend_of(**options).load(ignore)
     assert "\n" not in str(caught.value)
     assert caught.value.param == param  # type: ignore[attr-defined]
+
+
+def test_a_build_without_cuda_says_how_to_get_one(native: Any) -> None:
+    if native.backend == "cuda":
+        pytest.skip("this build has CUDA")
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        backend_of(device="cuda").load(ignore)
+    assert str(caught.value) == (
+        '"device" = "cuda" is not in this build of the native engine, which computes on the CPU alone: build it with POCKET_BACKEND=cuda, or send "cpu" or '
+        'backend "torch".'
+    )
+    assert native.linked_devices() == ["cpu"]
 
 
 def checkpoint_with(tmp_path: Path, **files: Any) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pocketllm.backends.select import select_backend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
 from tests.id_constraint import IdConstraint
+from tests.logit_reference import rows_of_terms
 from tests.row_listener import run
 
 NEW_TOKENS = 8
@@ -36,8 +38,10 @@ def requests(vocab_size: int) -> list[EngineRequest]:
         "held greedy": {"constraint": IdConstraint({vocab_size - 1, vocab_size - 2})},
         "held to nothing": {"constraint": IdConstraint(())},
     }
+    rows.append(EngineRequest("scored", prompts[3], 0, prompt_logprobs=3))
     rows += [EngineRequest(name, prompts[1], NEW_TOKENS, seed=2**63 + 5, **options) for name, options in draws.items()]
-    return rows
+    terms = rows_of_terms(vocab_size, frozenset({0, 9}), NEW_TOKENS)[2:]
+    return rows + [replace(row, request_id=f"terms {row.request_id}", logprobs=1 if place % 2 else None) for place, row in enumerate(terms)]
 
 
 def backend_of(path: str, size: int, rank: int, options: dict[str, Any]) -> Any:
@@ -59,7 +63,7 @@ def answers(path: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
         row.outputs[0].request_id + (" again" if row is again[0] else ""): {
             "finish": row.outputs[-1].finish_reason,
             "ids": row.token_ids,
-            "logprobs": [[entry.logprob, *entry.top] for entry in row.logprobs],
+            "logprobs": [[entry.logprob, *entry.top] for entry in (*row.logprobs, *row.outputs[0].prompt_logprobs)],
         }
         for row in [*rows, *again]
     }

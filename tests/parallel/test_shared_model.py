@@ -103,6 +103,7 @@ def test_ranks_answer_as_one_does(name: str, computed: dict[str, Any]) -> None:
             assert [one[0] for one in found[1:]] == [one[0] for one in wanted[1:]], row
             assert [one[1] for one in found[1:]] == pytest.approx([one[1] for one in wanted[1:]], abs=tolerance), row
     assert len(shared["held greedy"]["ids"]) > 0
+    assert len(shared["scored"]["logprobs"]) == 69
     assert shared["held to nothing"]["finish"] == "error"
 
 

@@ -16,11 +16,11 @@ import pytest
 from pocketllm.backends.base import Capabilities
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.errors import ConfigurationError, PocketLLMError, UnsupportedFeatureError
-from pocketllm.protocol.features import GUIDE_FLAGS, SURFACES, Surface, features
+from pocketllm.protocol.features import GUIDE_FLAGS, SURFACES, VOCABULARY_FEATURES, Surface, features
 from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields
 from pocketllm.protocol.refusals import summary
 from pocketllm.server.body import parse_json
-from tests.fake_serving import chat_body, fake, in_process
+from tests.fake_serving import chat_body, fake, in_process, qwen_like
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}}
@@ -61,6 +61,7 @@ class Row:
 CHAT: tuple[Endpoint, ...] = ("chat",)
 COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 STREAM = {"stream": True}
+CONTINUED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}]
 ROWS: list[tuple[str, Row]] = [
     (
         "n",
@@ -116,6 +117,9 @@ ROWS: list[tuple[str, Row]] = [
     ("min_tokens", Row(BOTH, [0, 0.0], [False, -1, 1.5, "1"], {"min_tokens": [1]})),
     ("ignore_eos", Row(BOTH, [False], [0, 1, "true"], {"ignore_eos": [True]})),
     ("stop_token_ids", Row(BOTH, [[]], [1, [True], [1.5], [-1], ["1"], {}, ""], {"stop_token_ids": [[1], [2.0, 3]]})),
+    ("allowed_token_ids", Row(BOTH, [], [1, [], [True], [1.5], [-1], ["1"], {}, ""], {"allowed_token_ids": [[1], [2.0, 3]]})),
+    ("bad_words", Row(BOTH, [[]], [1, "a", [""], ["a", ""], [5], [["a"]], {}, ["a"] * 1001], {"bad_words": [["a"], ["a b", "é"]]})),
+    ("priority", Row(BOTH, [0, 0.0], [True, "1", 1.5, [], 2**31, -(2**31) - 1], {"priority": [1, -5, 2**31 - 1, -(2**31)]})),
     ("max_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, True, "1", [1], 1e300, 10**4300 - 1])),
     ("max_completion_tokens", Row(BOTH, [1, 2.0], [0, -1, 1.5, False, "1"])),
     ("temperature", Row(BOTH, [0, 0.0], [-0.1, True, "1", [], 2.1, 99, 10**400], {"per_request_sampling": [1, 0.5, 2]})),
@@ -152,9 +156,43 @@ ROWS: list[tuple[str, Row]] = [
             {"structured_outputs": [{"type": "json_object"}, SCHEMA, schema(strict=True, description="d", name=None)]},
         ),
     ),
-    ("best_of", Row(COMPLETIONS, [1, 1.0], [0, True, "1", 1.5, 129], {"best_of": [2]})),
-    ("suffix", Row(COMPLETIONS, [""], [5, []], {"suffix": ["a"]})),
-    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"echo": [True]})),
+    (
+        "best_of",
+        Row(
+            COMPLETIONS,
+            [1, 1.0],
+            [0, True, "1", 1.5, 129, With(2, STREAM), With(1, {"n": 2, "temperature": 0})],
+            {"best_of": [2, With(2, {"n": 2, "temperature": 0})]},
+        ),
+    ),
+    (
+        "structured_outputs",
+        Row(
+            BOTH,
+            [],
+            [
+                5,
+                "a",
+                [],
+                {},
+                {"regex": 5},
+                {"regex": "a", "choice": ["b"]},
+                {"choice": []},
+                {"choice": "ab"},
+                {"choice": [5]},
+                {"grammar": {}},
+                {"json": 5},
+                {"json_object": 1},
+                {"json_object": False},
+                {"structural_tag": "{}"},
+                {"regex": "a", "whitespace_pattern": " "},
+            ],
+            {"answer_forms": [{"regex": "a|b"}, {"choice": ["a", "b"]}, {"json": {}}, {"json": "{}"}, {"json_object": True}, {"grammar": 'start: "a"'}]},
+        ),
+    ),
+    ("suffix", Row(COMPLETIONS, [""], [5, [], With("a", {"echo": True})], {"suffix": ["a"]})),
+    ("echo", Row(COMPLETIONS, [False], [0, "a", 1], {"prompt_logprobs": [True]})),
+    ("prompt_logprobs", Row(BOTH, [], [21, True, False, -1, 1.5, "1", With(1, STREAM)], {"prompt_logprobs": [0, 5, 20, 2.0, With(1, {"max_tokens": 0})]})),
     (
         "tools",
         Row(
@@ -246,6 +284,20 @@ ROWS: list[tuple[str, Row]] = [
         Row(CHAT, [True, False, {}, {"effort": "low"}, {"effort": None}], ["low", 5, {"effort": "lowest"}, {"effort": []}, {"summary": "auto"}]),
     ),
     ("add_generation_prompt", Row(CHAT, [True, False], [1, "true", []])),
+    (
+        "chat_template_kwargs",
+        Row(
+            CHAT,
+            [{}],
+            [5, "a", [], {"a b": 1}, {"": 1}, {"_a": 1}, {"messages": []}, {"tools": None}, {"self": 1}, {"reasoning_effort": []}],
+            {"template_options": [{"enable_thinking": False}, {"x": {"y": [1, None]}}, {"reasoning_effort": "low"}]},
+        ),
+    ),
+    (
+        "continue_final_message",
+        Row(CHAT, [False], [0, "a", With(True, {"add_generation_prompt": True})], {"template_options": [With(True, {"messages": CONTINUED})]}),
+    ),
+    ("thinking_token_budget", Row(CHAT, [], [-1, 1.5, True, "1"], {"thinking_budget": [0, 5, 2.0]})),
     ("drop_thinking", Row(CHAT, [True, False], [1, "true"])),
     ("request_id", Row(CHAT, ["a", "A-1_2.3:4", "x" * 128], ["", "a b", "a/b", "é", "x" * 129, 5, "a\n", []])),
     *(
@@ -319,7 +371,7 @@ def test_values_and_features(name: str, endpoint: Endpoint, row: Row) -> None:
 @pytest.mark.parametrize("surface", SURFACES)
 @pytest.mark.parametrize(("name", "endpoint", "row"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_over_http(name: str, endpoint: Endpoint, row: Row, surface: Surface) -> None:
-    backend = fake()
+    backend = qwen_like() if name == "thinking_token_budget" else fake()
     acted_on = features(backend.capabilities, surface)
     values = [(value, True) for value in [*row.passing, None]] + [(value, False) for value in row.refused]
     values += [(value, feature in acted_on) for feature, several in row.needing.items() for value in several]
@@ -349,14 +401,14 @@ def test_every_field_rule_and_feature_is_covered_here() -> None:
 
 
 def test_refused_fields_are_those_that_no_server_of_today_acts_on() -> None:
-    today = features(EVERY_FLAG, "full") - {"penalties", "logit_bias"}
+    today = features(EVERY_FLAG, "full", frozenset(VOCABULARY_FEATURES))
     for f in FIELDS:
         for endpoint in f.endpoints:
             lifts = {rule.feature for rule in RULES if rule.field == f.name and endpoint in rule.endpoints and rule.feature is not None}
             if f.group == "refused" and lifts:
                 assert not lifts & today, f.name
             elif f.group == "implemented":
-                assert lifts <= today | {"streamed_logprobs"}, f.name
+                assert lifts <= today, f.name
 
 
 def test_guides_example_is_answered_to_the_letter() -> None:
@@ -396,7 +448,7 @@ def test_first_failing_field_is_the_tables_whatever_order_they_are_sent_in(surfa
     later = [("stream_options", {"include_usage": 1}), ("frequency_penalty", 1), ("presence_penalty", 1), ("logit_bias", {"1": 1}), ("response_format", 5)]
     tails: dict[Endpoint, list[tuple[str, Any]]] = {
         "chat": [("tool_choice", 5), ("parallel_tool_calls", 5)],
-        "completions": [("best_of", 2), ("suffix", "x"), ("echo", True)],
+        "completions": [("best_of", 0), ("suffix", 5), ("echo", 5)],
     }
     bodies: list[tuple[Endpoint, dict[str, Any]]] = []
     names: list[str] = []

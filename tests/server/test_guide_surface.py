@@ -67,6 +67,15 @@ REFUSED: list[tuple[tuple[Endpoint, ...], dict[str, Any], str, list[dict[str, An
     (BOTH, {"stop_token_ids": [5]}, "stop_token_ids", [{"stop_token_ids": []}]),
     (BOTH, {"ignore_eos": True}, "ignore_eos", [{"ignore_eos": False}]),
     (BOTH, {"min_tokens": 1}, "min_tokens", [{"min_tokens": 0}]),
+    (BOTH, {"prompt_logprobs": 0}, "prompt_logprobs", [{"prompt_logprobs": None}]),
+    (BOTH, {"structured_outputs": {"regex": "a"}}, "structured_outputs", [{"structured_outputs": None}]),
+    (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", [{"chat_template_kwargs": {}}]),
+    (CHAT, {"continue_final_message": True}, "continue_final_message", [{"continue_final_message": False}]),
+    (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget", [{"thinking_token_budget": None}]),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", []),
+    (BOTH, {"allowed_token_ids": [5]}, "allowed_token_ids", [{"allowed_token_ids": None}]),
+    (BOTH, {"bad_words": ["x"]}, "bad_words", [{"bad_words": []}]),
+    (BOTH, {"priority": 1}, "priority", [{"priority": 0}]),
     # no such field
     (BOTH, {"grammar": "x"}, "grammar", []),
     (COMPLETIONS, {"request_id": "a"}, "request_id", []),
@@ -172,7 +181,7 @@ def test_empty_keys_and_details_are_left_out(endpoint: Endpoint) -> None:
 def test_a_stream_is_deltas_and_done(endpoint: Endpoint) -> None:
     (response,) = post(endpoint, STREAM)
     found = chunks(response)
-    assert len(found) >= 3
+    assert len(found) >= 2  # text that waits for a busy server comes as one
     for chunk in found:
         assert set(chunk) == {"id", "object", "created", "model", "choices"}
         (choice,) = chunk["choices"]

@@ -7,7 +7,7 @@ import time
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.config import ServerArgs
-from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, SURFACES, features
+from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, SURFACES, features
 from pocketllm.protocol.fields import RULES, check_fields
 
 FLAGS = [option.name for option in dataclasses.fields(Capabilities) if option.type == "bool"]
@@ -16,8 +16,10 @@ EVERY_FLAG = Capabilities("fake", "none", 4, 1024, 256, **dict.fromkeys(FLAGS, T
 
 def test_features() -> None:
     bare = dataclasses.replace(EVERY_FLAG, structured_outputs=False, logprobs=False, penalties=False)
-    assert features(EVERY_FLAG, "full") == set(FLAGS) | set(HOST_FEATURES) | set(GRAMMAR_FEATURES)
-    assert features(EVERY_FLAG, "guide") == set(FLAGS) - {"penalties", "logit_bias"} == GUIDE_FLAGS
+    assert features(EVERY_FLAG, "full") == set(FLAGS) | set(HOST_FEATURES) | set(GRAMMAR_FEATURES) | set(RANKING_FEATURES)
+    assert features(EVERY_FLAG, "guide") == set(FLAGS) & GUIDE_FLAGS == GUIDE_FLAGS
+    assert not GUIDE_FLAGS & {"penalties", "repetition_penalty", "logit_bias", "min_p", "min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"}
+    assert not GUIDE_FLAGS & {"ignore_eos", "priority", "prompt_logprobs"}
     assert features(bare, "full") == set(FLAGS) - {"structured_outputs", "logprobs", "penalties"} | set(HOST_FEATURES)
     assert features(bare, "guide") == GUIDE_FLAGS - {"structured_outputs", "logprobs"}
 
@@ -28,7 +30,7 @@ def test_full_is_what_a_server_is_unless_told_otherwise() -> None:
 
 
 def test_no_feature_of_the_host_bears_the_name_of_a_flag() -> None:
-    assert not (set(HOST_FEATURES) | set(GRAMMAR_FEATURES)) & set(FLAGS)
+    assert not (set(HOST_FEATURES) | set(GRAMMAR_FEATURES) | set(RANKING_FEATURES)) & set(FLAGS)
     assert set(FLAGS) >= GUIDE_FLAGS
 
 

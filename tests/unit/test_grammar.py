@@ -13,8 +13,9 @@ import pytest
 
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
-from pocketllm.text.grammar import AfterReasoning, GrammarCompiler, json_rule, response_format_grammar
+from pocketllm.text.grammar import GrammarCompiler, json_rule, response_format_grammar
 from pocketllm.text.json_schema import enforceable_schema
+from pocketllm.text.reasoned import AfterReasoning
 from pocketllm.text.special_tokens import SpecialTokens
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.conformance.json_schemas import SCHEMAS, response_format

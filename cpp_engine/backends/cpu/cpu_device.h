@@ -58,6 +58,7 @@ private:
     const Kernels& kernels_;
     ThreadPool pool_;
     Workspace shared_, own_, wide_;  // of all threads together; a part for each thread; what two passes of one operator hand on
+    Workspace changed_;              // logits of samples that have edits, or min_p
     std::vector<TokenBlock> blocks_;
 };
 

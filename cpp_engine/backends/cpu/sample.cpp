@@ -39,7 +39,7 @@ struct Candidate {
 
 // One row's logits with what the scan found.
 struct Row {
-    const float* logits = nullptr;
+    const float* logits = nullptr;  // after edits and min_p
     const std::uint32_t* mask = nullptr;
     int vocab_size = 0;
     float largest = 0, largest_allowed = 0;
@@ -130,23 +130,70 @@ std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, c
     return best_id;
 }
 
-SampleOutput answer(const Row& row, const SampleInputs& inputs, std::size_t index) {
+// `model`: the row as the model gives it, whose log probabilities are told; where nothing was changed, `row` itself.
+SampleOutput answer(const Row& row, const Row& model, const SampleInputs& inputs, std::size_t index) {
     SampleOutput output;
     output.is_finite = !row.has_nan && std::isfinite(row.largest) && std::isfinite(row.largest_allowed);
     if (!output.is_finite) return output;
     const float temperature = inputs.temperatures[index];
     if (temperature == 0 || inputs.top_ks[index] == 1) output.token_id = row.top(1, true)[0].id;
     else output.token_id = draw(row, temperature, inputs.top_ps[index], inputs.top_ks[index], Gumbel(inputs.seeds[index], inputs.draws[index]));
-    const double total = row.largest + row.log_sum;
+    const double total = model.largest + model.log_sum;
     const auto logprob = [&](float logit) { return static_cast<float>(std::max(static_cast<double>(logit) - total, kLowestLogprob)); };
-    output.logprob = logprob(row.logits[output.token_id]);
+    output.logprob = logprob(model.logits[output.token_id]);
     const int wanted = std::min<int>(inputs.num_logprobs[index], static_cast<int>(std::size(output.top_ids)));
     if (wanted <= 0) return output;
-    for (const Candidate& one : row.top(std::min(wanted, row.vocab_size), false)) {
+    for (const Candidate& one : model.top(std::min(wanted, row.vocab_size), false)) {
         output.top_ids[output.num_top] = one.id;
         output.top_logprobs[output.num_top++] = logprob(one.logit);
     }
     return output;
+}
+
+// Logits of a row with its edits.
+void change(const float* logits, std::span<const LogitEdit> edits, int vocab_size, float* changed) {
+    std::copy_n(logits, vocab_size, changed);
+    for (const LogitEdit& edit : edits) {
+        const double logit = changed[edit.id];
+        changed[edit.id] = static_cast<float>((logit > 0 ? logit / edit.scale : logit * edit.scale) + edit.offset);
+    }
+}
+
+// Minus infinity for what is less likely than min_p times the likeliest allowed id, and the row's sum without it.
+void cut_unlikely(float* logits, float min_p, double temperature, Row& row) {
+    const double lowest = std::log(static_cast<double>(min_p)), limit = row.largest_allowed + temperature * lowest;
+    double sum = 0;
+    for (int id = 0; id < row.vocab_size; ++id) {
+        if (logits[id] < limit) {
+            logits[id] = -std::numeric_limits<float>::infinity();
+        } else if (allows(row.mask, id)) {
+            sum += std::exp((static_cast<double>(logits[id]) - row.largest_allowed) / temperature);
+        }
+    }
+    row.log_sum_scaled = std::log(sum);
+}
+
+// What the scans of a row's stretches found, put together.
+Row gather(const float* logits, const std::uint32_t* mask, int vocab_size, double temperature, std::span<const LogitScan> scans, const float* block_largest) {
+    Row row;
+    row.logits = logits;
+    row.mask = mask;
+    row.vocab_size = vocab_size;
+    row.block_largest = block_largest;
+    row.largest = row.largest_allowed = -std::numeric_limits<float>::infinity();
+    for (const LogitScan& scan : scans) {
+        row.largest = std::max(row.largest, scan.largest);
+        row.largest_allowed = std::max(row.largest_allowed, scan.largest_allowed);
+        row.has_nan |= scan.has_nan;
+    }
+    double sum = 0, sum_scaled = 0;
+    for (const LogitScan& scan : scans) {
+        if (scan.sum > 0) sum += scan.sum * std::exp(static_cast<double>(scan.largest) - row.largest);
+        if (scan.sum_scaled > 0) sum_scaled += scan.sum_scaled * std::exp((static_cast<double>(scan.largest_allowed) - row.largest_allowed) / temperature);
+    }
+    row.log_sum = std::log(sum);
+    row.log_sum_scaled = std::log(sum_scaled);
+    return row;
 }
 
 }  // namespace
@@ -154,45 +201,56 @@ SampleOutput answer(const Row& row, const SampleInputs& inputs, std::size_t inde
 void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
     const int num_samples = static_cast<int>(outputs.size()), vocab_size = static_cast<int>(logits.columns);
     const int stretches = (vocab_size + kStretch - 1) / kStretch, num_blocks = stretches * (kStretch / kLogitBlock);
-    shared_.reserve<float>(num_samples, static_cast<std::size_t>(num_blocks));
-    wide_.reserve<LogitScan>(num_samples, static_cast<std::size_t>(stretches));
-    const auto row_of = [&](std::int64_t sample) { return static_cast<const float*>(logits.data) + sample * logits.stride; };
-    const auto temperature_of = [&](std::int64_t sample) { return inputs.temperatures[static_cast<std::size_t>(sample)]; };
+    const auto at = [](auto values, std::int64_t sample) { return values[static_cast<std::size_t>(sample)]; };
+    const auto draws = [&](std::int64_t sample) { return at(inputs.temperatures, sample) > 0 && at(inputs.top_ks, sample) != 1; };
+    const auto min_p_of = [&](std::int64_t sample) { return !inputs.min_ps.empty() && draws(sample) ? at(inputs.min_ps, sample) : 0.0f; };
+    // The samples that are drawn from changed logits, each with a copy of them, after which come those whose model's logits are scanned as well.
+    std::vector<int> copies(outputs.size(), -1), ranked(outputs.size(), -1);
+    int num_copies = 0, num_scanned = num_samples;
+    for (int sample = 0; sample < num_samples; ++sample) {
+        const bool is_edited = !inputs.edits.empty() && !at(inputs.edits, sample).empty();
+        if (!is_edited && min_p_of(sample) <= 0) continue;
+        copies[static_cast<std::size_t>(sample)] = num_copies++;
+        if (at(inputs.num_logprobs, sample) >= 0) ranked[static_cast<std::size_t>(sample)] = num_scanned++;
+    }
+    shared_.reserve<float>(num_scanned, static_cast<std::size_t>(num_blocks));
+    wide_.reserve<LogitScan>(num_scanned, static_cast<std::size_t>(stretches));
+    if (num_copies > 0) changed_.reserve<float>(num_copies, static_cast<std::size_t>(vocab_size));
+    const auto model_row = [&](std::int64_t sample) { return static_cast<const float*>(logits.data) + sample * logits.stride; };
+    const auto row_of = [&](std::int64_t sample) { return at(copies, sample) < 0 ? model_row(sample) : changed_.of<float>(at(copies, sample)); };
+    const auto temperature_of = [&](std::int64_t sample) { return at(inputs.temperatures, sample) > 0 ? at(inputs.temperatures, sample) : 1.0f; };
+    const auto gathered = [&](const float* row, const std::uint32_t* mask, std::int64_t sample, int scanned) {
+        return gather(row, mask, vocab_size, temperature_of(sample), {wide_.of<LogitScan>(scanned), static_cast<std::size_t>(stretches)}, shared_.of<float>(scanned));
+    };
+    const auto scan = [&](const float* row, const std::uint32_t* mask, std::int64_t sample, int scanned, std::int64_t stretch) {
+        const int first = static_cast<int>(stretch) * kStretch;
+        kernels_.scan_logits(row, mask, first, std::min(first + kStretch, vocab_size), 1.0f / temperature_of(sample), wide_.of<LogitScan>(scanned)[stretch],
+                             shared_.of<float>(scanned) + first / kLogitBlock);
+    };
+    if (num_copies > 0) {
+        pool_.parallel_for(num_samples, 1, [&](std::int64_t begin, std::int64_t end, int) {
+            for (std::int64_t sample = begin; sample < end; ++sample) {
+                if (at(copies, sample) < 0) continue;
+                change(model_row(sample), inputs.edits.empty() ? std::span<const LogitEdit>() : at(inputs.edits, sample), vocab_size,
+                       changed_.of<float>(at(copies, sample)));
+            }
+        });
+    }
     pool_.parallel_for(static_cast<std::int64_t>(num_samples) * stretches, [&](std::int64_t begin, std::int64_t end, int) {
         for (std::int64_t task = begin; task < end; ++task) {
             const std::int64_t sample = task / stretches, stretch = task % stretches;
-            const int first = static_cast<int>(stretch) * kStretch;
-            const float temperature = temperature_of(sample);
-            kernels_.scan_logits(row_of(sample), inputs.masks[static_cast<std::size_t>(sample)], first, std::min(first + kStretch, vocab_size),
-                                 temperature > 0 ? 1.0f / temperature : 1.0f, wide_.of<LogitScan>(static_cast<int>(sample))[stretch],
-                                 shared_.of<float>(static_cast<int>(sample)) + first / kLogitBlock);
+            scan(row_of(sample), at(inputs.masks, sample), sample, static_cast<int>(sample), stretch);
+            if (at(ranked, sample) >= 0) scan(model_row(sample), nullptr, sample, at(ranked, sample), stretch);
         }
     });
     pool_.parallel_for(num_samples, 1, [&](std::int64_t begin, std::int64_t end, int) {
         for (std::int64_t sample = begin; sample < end; ++sample) {
-            const std::size_t index = static_cast<std::size_t>(sample);
-            const LogitScan* scans = wide_.of<LogitScan>(static_cast<int>(sample));
-            Row row;
-            row.logits = row_of(sample);
-            row.mask = inputs.masks[index];
-            row.vocab_size = vocab_size;
-            row.block_largest = shared_.of<float>(static_cast<int>(sample));
-            row.largest = row.largest_allowed = -std::numeric_limits<float>::infinity();
-            for (int i = 0; i < stretches; ++i) {
-                row.largest = std::max(row.largest, scans[i].largest);
-                row.largest_allowed = std::max(row.largest_allowed, scans[i].largest_allowed);
-                row.has_nan |= scans[i].has_nan;
+            Row row = gathered(row_of(sample), at(inputs.masks, sample), sample, static_cast<int>(sample)), model = row;
+            if (at(ranked, sample) >= 0) model = gathered(model_row(sample), nullptr, sample, at(ranked, sample));
+            if (min_p_of(sample) > 0 && std::isfinite(row.largest_allowed)) {
+                cut_unlikely(changed_.of<float>(at(copies, sample)), min_p_of(sample), temperature_of(sample), row);
             }
-            double sum = 0, sum_scaled = 0;
-            const double temperature = temperature_of(sample) > 0 ? temperature_of(sample) : 1.0;
-            for (int i = 0; i < stretches; ++i) {
-                if (scans[i].sum > 0) sum += scans[i].sum * std::exp(static_cast<double>(scans[i].largest) - row.largest);
-                if (scans[i].sum_scaled > 0)
-                    sum_scaled += scans[i].sum_scaled * std::exp((static_cast<double>(scans[i].largest_allowed) - row.largest_allowed) / temperature);
-            }
-            row.log_sum = std::log(sum);
-            row.log_sum_scaled = std::log(sum_scaled);
-            outputs[index] = answer(row, inputs, index);
+            outputs[static_cast<std::size_t>(sample)] = answer(row, model, inputs, static_cast<std::size_t>(sample));
         }
     });
 }

@@ -1,15 +1,28 @@
 # What -DPOCKET_BACKEND=cuda adds to the target pocket_engine; included by cpp_engine/CMakeLists.txt.
 #
 # It takes nvcc 12.4 or newer and cuBLASLt, from the toolkit or from the pip package nvidia-cublas: -DPOCKET_CUBLAS_ROOT names the folder that holds its include
-# and lib where they are not found. CMAKE_CUDA_ARCHITECTURES chooses the GPUs; one of them compiles several times as fast as all.
+# and lib where they are not found. CMAKE_CUDA_ARCHITECTURES, or the variable CUDAARCHS of the environment, chooses the GPUs; one of them compiles several times as
+# fast as all. GPUs newer than Hopper run the code for 89, which the driver translates for them.
 # The target pocket_cuda_bench is built when it is asked for.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 86-real 89-real 90a-real)
+if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+  set(CMAKE_CUDA_ARCHITECTURES $ENV{CUDAARCHS})
+elseif(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 86-real 89 90a-real)
+endif()
+if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
+  find_program(POCKET_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
+  if(NOT POCKET_NVCC)
+    message(FATAL_ERROR "POCKET_BACKEND=cuda needs nvcc 12.4 or newer, and there is none: install the CUDA toolkit and put its bin folder on PATH, or set CUDACXX to nvcc.")
+  endif()
+  set(CMAKE_CUDA_COMPILER ${POCKET_NVCC})
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit 12.4 REQUIRED)
 set(POCKET_CUBLAS_ROOT "" CACHE PATH "Folder with include/cublasLt.h and lib/libcublasLt.so.*")
 set(cublas_roots ${POCKET_CUBLAS_ROOT} ${CUDAToolkit_LIBRARY_ROOT} ${CUDAToolkit_BIN_DIR}/..)
+if(Python_EXECUTABLE)  # of the environment that gets the module
+  set(Python3_EXECUTABLE ${Python_EXECUTABLE})
+endif()
 find_package(Python3 COMPONENTS Interpreter)
 if(Python3_FOUND)
   execute_process(COMMAND ${Python3_EXECUTABLE} -c "import nvidia; print(';'.join(p + '/cu13;' + p + '/cublas' for p in nvidia.__path__))"
@@ -31,12 +44,18 @@ set_target_properties(pocket_options PROPERTIES INTERFACE_COMPILE_OPTIONS "$<$<C
 target_compile_options(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
 target_include_directories(pocket_engine SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_compile_definitions(pocket_engine PUBLIC POCKET_CUDA)
+string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
+target_compile_definitions(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:POCKET_CUDA_ARCHITECTURES=\"${architectures}\">")
 # Instructions that only code for 90a has, not code for 90.
 if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "90a")
   target_compile_definitions(pocket_engine PRIVATE POCKET_HOPPER)
 endif()
-target_link_libraries(pocket_engine PUBLIC CUDA::cudart ${POCKET_CUBLASLT})
-add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp launcher/json_writer.cpp)
+# The runtime is linked in: beside the driver, only cuBLASLt has to be there where the engine runs, in the folder where it was found or in that of Python's packages.
+target_link_libraries(pocket_engine PUBLIC CUDA::cudart_static ${POCKET_CUBLASLT})
+get_filename_component(cublas_folder ${POCKET_CUBLASLT} DIRECTORY)
+set(POCKET_RPATH ${cublas_folder} "$ORIGIN/nvidia/cu13/lib")
+add_executable(pocket_cuda_bench EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/bench/bench.cpp ${CMAKE_CURRENT_LIST_DIR}/bench/load.cpp
+               ${CMAKE_CURRENT_LIST_DIR}/bench/synthetic_model.cpp launcher/json_writer.cpp)
 target_compile_options(pocket_cuda_bench PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>")
 target_include_directories(pocket_cuda_bench SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_link_libraries(pocket_cuda_bench PRIVATE pocket_engine)

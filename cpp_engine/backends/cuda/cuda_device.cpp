@@ -30,6 +30,7 @@ private:
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorKind::unsupported, message, "device"); }
 
 constexpr std::size_t kSentBytes = 4 << 20;                 // of pinned memory for uploads
+constexpr std::size_t kKeptBytes = 512 << 20;               // that caches leave to recorded graphs, and to steps of more rows than the first ones had
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
@@ -43,9 +44,12 @@ int num_devices() noexcept {
 }
 
 std::unique_ptr<Device> make_device(int ordinal) {
-    const int count = num_devices();
-    if (ordinal < 0 || ordinal >= count)
-        refuse("device \"cuda:" + std::to_string(ordinal) + "\" is not there: this process sees " + std::to_string(count) + " CUDA GPUs. Use \"cpu\", or check the driver.");
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    cudaGetLastError();  // no driver is no error of a later call
+    const std::string asked = "\"device\" = \"cuda:" + std::to_string(ordinal) + "\" is not there: ";
+    if (status != cudaSuccess) refuse(asked + "CUDA says \"" + cudaGetErrorString(status) + "\". Check the NVIDIA driver (nvidia-smi), or send \"cpu\".");
+    if (ordinal < 0 || ordinal >= count) refuse(asked + "this process sees " + std::to_string(count) + (count == 1 ? " GPU" : " GPUs") + ". Send \"cuda\" for the first one, or \"cpu\".");
     return std::make_unique<CudaDevice>(ordinal);
 }
 
@@ -60,7 +64,7 @@ void* Scratch::take(std::size_t num_bytes) {
 
 CudaDevice::CudaDevice(int ordinal)
     : ordinal_(ordinal), prepared_(*this), partial_(*this), both_(*this), expanded_(*this), workspace_(*this), mixed_(*this), read_(*this), queries_(*this),
-      tickets_(*this), draws_(*this), drawn_(*this), masks_(*this), loader_(*this) {
+      tickets_(*this), draws_(*this), drawn_(*this), changed_(*this), masks_(*this), loader_(*this) {
     cudaDeviceProp properties = {};
     call(cudaGetDeviceProperties(&properties, ordinal), "the device's properties");
     context_.num_multiprocessors = properties.multiProcessorCount;
@@ -69,9 +73,13 @@ CudaDevice::CudaDevice(int ordinal)
     both_bytes_ = std::max<std::int64_t>(64 << 20, static_cast<std::int64_t>(properties.totalGlobalMem / 224));
     description_ = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) + " multiprocessors, compute capability " +
                    std::to_string(properties.major) + "." + std::to_string(properties.minor);
-    if (context_.capability < 75)
-        refuse("device \"cuda:" + std::to_string(ordinal) + "\" (" + description_ + ") is older than Turing, compute capability 7.5. Use \"cpu\", or a newer GPU.");
+    const std::string asked = "\"device\" = \"cuda:" + std::to_string(ordinal) + "\" (" + description_ + ") ";
+    if (context_.capability < 75) refuse(asked + "is older than Turing, compute capability 7.5: send \"cpu\", or use a newer GPU.");
     use();
+    if (!has_code()) {
+        refuse(asked + "has no code in this build, which is for " POCKET_CUDA_ARCHITECTURES ": build it again without CUDAARCHS, or with CUDAARCHS=" +
+               std::to_string(context_.capability) + (context_.capability == 90 ? "a" : "") + "-real, or send \"cpu\".");
+    }
     call(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking), "a stream");
     try {
         wide_ = std::make_unique<WideProduct>();
@@ -98,6 +106,10 @@ DeviceInfo CudaDevice::info() const {
     info.name = "cuda:" + std::to_string(ordinal_);
     info.description = description_;
     info.activation_dtype = info.kv_cache_dtype = context_.capability >= 80 ? DType::bfloat16 : DType::float16;
+    info.cache_share = 0.95;
+    info.kept_memory = kKeptBytes;
+    info.default_rows = 64;
+    info.warms_up = true;
     call(cudaMemGetInfo(&info.free_memory, &info.total_memory), "the device's memory");
     return info;
 }
@@ -111,7 +123,7 @@ std::unique_ptr<Buffer> CudaDevice::allocate(std::size_t num_bytes) {
         std::size_t free = 0, total = 0;
         call(cudaMemGetInfo(&free, &total), "the device's memory");
         throw Error(ErrorKind::device, "cuda:" + std::to_string(ordinal_) + " has no " + mebibytes(num_bytes) + " in one piece: " + mebibytes(free) + " of " + mebibytes(total) +
-                                           " are free. Lower kv_cache_memory, max_model_len or max_batch_size, or end what else uses the GPU.");
+                                           " are free. Lower kv_cache_memory, prefill_chunk_tokens or max_batch_size, or end what else uses the GPU.");
     }
     call(status, "an allocation");
     auto buffer = std::make_unique<CudaBuffer>(data, num_bytes);
@@ -121,6 +133,7 @@ std::unique_ptr<Buffer> CudaDevice::allocate(std::size_t num_bytes) {
 
 // A step's arrays go through pinned memory, which is used again once all of it was read; from pageable memory the runtime takes a copy before it returns.
 void CudaDevice::upload(void* to, const void* from, std::size_t num_bytes) {
+    use();
     if (num_bytes <= kSentBytes / 2) {
         if (!sent_) call(cudaHostAlloc(reinterpret_cast<void**>(&sent_), kSentBytes, cudaHostAllocDefault), "pinned memory for uploads");
         if (sent_bytes_ + num_bytes > kSentBytes) synchronize(), sent_bytes_ = 0;
@@ -150,6 +163,7 @@ std::unique_ptr<Matrix> CudaDevice::load_matrix(std::span<const MatrixPart> part
 void CudaDevice::reserve(int max_tokens, int max_rows) {
     use();
     (void)max_tokens;
+    loader_.release();                                      // weights came before steps
     tickets(static_cast<std::size_t>(max_rows) * 64);
     workspace_.take(WideProduct::kWorkspaceBytes);
 }

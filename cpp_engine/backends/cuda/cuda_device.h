@@ -61,7 +61,7 @@ private:
     int ordinal_;
     std::string description_;
     Context context_;
-    Scratch prepared_, partial_, both_, expanded_, workspace_, mixed_, read_, queries_, tickets_, draws_, drawn_, masks_;
+    Scratch prepared_, partial_, both_, expanded_, workspace_, mixed_, read_, queries_, tickets_, draws_, drawn_, changed_, masks_;
     int max_samples_ = 0;                                   // that `draws_` is laid out for
     std::int64_t max_vocab_size_ = 0;
     std::byte* pinned_ = nullptr;                           // of `sample`: inputs, masks and outputs

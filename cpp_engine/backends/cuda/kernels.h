@@ -31,6 +31,7 @@ struct Segment {
 };
 
 // --- rows.cu: what goes over rows once ---
+bool has_code() noexcept;                                   // whether this build has kernels for the GPU that the calling thread uses
 // The rows `ids` that lie in `table`, which are `stride` apart, to the rows of out, float32; ids count from the matrix's first row.
 void gather_rows(const Context&, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out);
 // out [rows, columns] contiguous, rounded to `to`; `norm` may be null. Where out's dtype is float16 and `round_first` is bfloat16, values are rounded to that,
@@ -119,11 +120,19 @@ struct DrawInputs {                                         // device memory, [n
     const std::int32_t* mask_rows;                          // line of `masks`, or -1
     const std::uint32_t* masks;                             // [.., mask_stride]
     int mask_stride = 0;
+    // Where some row has edits or min_p:
+    const std::int32_t* copies;                             // line of `changed`, or -1
+    const std::int32_t* edit_starts;                        // [num_samples + 1], first of each row's `edits`
+    const LogitEdit* edits;
+    const float* min_ps;                                    // 0 is off
+    float* changed;                                         // [.., vocab_size], rows as they are drawn from
 };
 struct DrawNeeds {                                          // whether some row ...
     bool draws = false;
     bool cuts = false;                                      // draws with a top_p below 1
     bool ranks = false;                                     // asks for alternatives
+    bool changes = false;                                   // has edits or min_p
+    bool cuts_unlikely = false;                             // draws with min_p
 };
 std::size_t draw_scratch_bytes(int max_samples, std::int64_t vocab_size);                               // zeroed once by the owner
 void draw(const Context&, const Tensor& logits, const DrawInputs&, const DrawNeeds&, void* scratch, int max_samples, SampleOutput* outputs);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backends/cuda/kernels.h"
+#include "core/thread_pool.h"
 
 namespace pocket::cuda {
 
@@ -26,27 +27,46 @@ private:
     std::size_t num_bytes_;
 };
 
-// Brings host tensors to the device in pieces, through two pinned buffers in turn; values are converted and checked there.
+// Brings host tensors to the device in pieces, several at a time, each through two pinned buffers in turn; values are converted and checked there.
 class MatrixLoader {
 public:
     explicit MatrixLoader(Device& device) : device_(device) {}
-    ~MatrixLoader();
+    ~MatrixLoader() { release(); }
     MatrixLoader(const MatrixLoader&) = delete;
     MatrixLoader& operator=(const MatrixLoader&) = delete;
 
     std::unique_ptr<Matrix> load(const Context& context, std::span<const MatrixPart> parts, DType dtype);
+    void release() noexcept;                                // threads and buffers, until the next load
 
 private:
-    static constexpr std::size_t kPieceBytes = 16 << 20;
+    // Small, so that all lanes end a matrix at about the same time, and that a processor's cache holds all of them.
+    static constexpr std::size_t kPieceBytes = 2 << 20;
+    static constexpr int kMostLanes = 16;
+
+    // A thread's way to the device.
+    struct Lane {
+        cudaStream_t stream = nullptr;
+        std::byte* pinned = nullptr;                        // two pieces
+        std::unique_ptr<Buffer> arrived;                    // two pieces as the file has them
+        cudaEvent_t sent[2] = {};                           // the piece has left the pinned buffer and was converted
+        int turn = 0;
+    };
+    struct Piece {
+        const HostTensor* tensor;
+        std::int64_t first, count;                          // of its values
+        std::byte* to;
+        DType dtype;
+        unsigned long long* first_bad;
+    };
 
     void prepare();
-    void send(const Context& context, const HostTensor& tensor, void* to, DType dtype, unsigned long long* first_bad);
+    static void cut(std::vector<Piece>& pieces, const HostTensor& tensor, void* to, DType dtype, unsigned long long* first_bad);
+    void send(const Context& context, std::span<const Piece> pieces);
+    void send(const Context& context, const Piece& piece, Lane& lane);
 
     Device& device_;                                        // outlives this
-    std::unique_ptr<Buffer> arrived_;                       // two pieces as the file has them
-    std::byte* pinned_ = nullptr;                           // two pieces
-    cudaEvent_t sent_[2] = {};                              // the piece has left the pinned buffer and was converted
-    int turn_ = 0;
+    std::unique_ptr<ThreadPool> threads_;
+    std::vector<Lane> lanes_;                               // one a thread
 };
 
 }  // namespace pocket::cuda

@@ -226,10 +226,21 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
     if (rows == 0) return;
     std::size_t num_masks = 0;
     for (const std::uint32_t* mask : inputs.masks) num_masks += mask != nullptr;
+    const auto draws = [&](std::size_t row) { return inputs.temperatures[row] > 0 && inputs.top_ks[row] != 1; };
+    const auto min_p_of = [&](std::size_t row) { return inputs.min_ps.empty() || !draws(row) ? 0.0f : inputs.min_ps[row]; };
+    const auto edits_of = [&](std::size_t row) { return inputs.edits.empty() ? std::span<const LogitEdit>() : inputs.edits[row]; };
+    DrawNeeds needs;
+    std::size_t num_edits = 0, num_copies = 0;
+    for (std::size_t row = 0; row < rows; ++row) {
+        const bool is_changed = !edits_of(row).empty() || min_p_of(row) > 0;
+        num_edits += edits_of(row).size(), num_copies += is_changed;
+        needs.changes = needs.changes || is_changed, needs.cuts_unlikely = needs.cuts_unlikely || min_p_of(row) > 0;
+    }
     const std::size_t mask_words = static_cast<std::size_t>(logits.columns + 31) / 32, mask_bytes = num_masks * mask_words * sizeof(std::uint32_t);
-    // Seeds first, so that they are aligned; then seven arrays of 4-byte values, then the masks.
-    const std::size_t input_bytes = rows * (sizeof(std::uint64_t) + 6 * sizeof(std::int32_t)), masks_at = (input_bytes + 63) / 64 * 64;
-    const std::size_t sent = masks_at + mask_bytes, outputs_at = (sent + 63) / 64 * 64, pinned = outputs_at + rows * sizeof(SampleOutput);
+    // Seeds first, so that they are aligned; then six arrays of 4-byte values, with changes three more; then the masks, then the edits.
+    const std::size_t change_bytes = needs.changes ? (3 * rows + 1) * sizeof(std::int32_t) : 0;
+    const std::size_t input_bytes = rows * (sizeof(std::uint64_t) + 6 * sizeof(std::int32_t)) + change_bytes, masks_at = (input_bytes + 63) / 64 * 64;
+    const std::size_t edits_at = masks_at + mask_bytes, sent = edits_at + num_edits * sizeof(LogitEdit), outputs_at = (sent + 63) / 64 * 64, pinned = outputs_at + rows * sizeof(SampleOutput);
     if (pinned > pinned_bytes_) {
         if (pinned_) call(cudaFreeHost(pinned_), "pinned memory for draws");
         pinned_ = nullptr, pinned_bytes_ = 0;
@@ -240,18 +251,30 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
     auto* temperatures = reinterpret_cast<float*>(seeds + rows);
     auto* top_ps = temperatures + rows;
     auto* top_ks = reinterpret_cast<std::int32_t*>(top_ps + rows);
-    std::int32_t *draws = top_ks + rows, *num_logprobs = draws + rows, *mask_rows = num_logprobs + rows;
-    DrawNeeds needs;
+    std::int32_t *numbers = top_ks + rows, *num_logprobs = numbers + rows, *mask_rows = num_logprobs + rows;
+    std::int32_t *copies = mask_rows + rows, *edit_starts = copies + rows;
+    auto* min_ps = reinterpret_cast<float*>(edit_starts + rows + 1);
+    auto* edits = reinterpret_cast<LogitEdit*>(pinned_ + edits_at);
     std::int32_t line = 0;
     for (std::size_t row = 0; row < rows; ++row) {
         seeds[row] = inputs.seeds[row], temperatures[row] = inputs.temperatures[row], top_ps[row] = inputs.top_ps[row], top_ks[row] = inputs.top_ks[row];
-        draws[row] = inputs.draws[row], num_logprobs[row] = inputs.num_logprobs[row], mask_rows[row] = -1;
-        const bool draws = temperatures[row] > 0 && top_ks[row] != 1;
-        needs.draws = needs.draws || draws, needs.cuts = needs.cuts || (draws && top_ps[row] < 1), needs.ranks = needs.ranks || num_logprobs[row] > 0;
+        numbers[row] = inputs.draws[row], num_logprobs[row] = inputs.num_logprobs[row], mask_rows[row] = -1;
+        needs.draws = needs.draws || draws(row), needs.cuts = needs.cuts || (draws(row) && top_ps[row] < 1), needs.ranks = needs.ranks || num_logprobs[row] > 0;
         const std::uint32_t* mask = inputs.masks.empty() ? nullptr : inputs.masks[row];
         if (!mask) continue;
         std::memcpy(pinned_ + masks_at + static_cast<std::size_t>(line) * mask_words * sizeof(std::uint32_t), mask, mask_words * sizeof(std::uint32_t));
         mask_rows[row] = line++;
+    }
+    if (needs.changes) {
+        std::int32_t copy = 0, first = 0;
+        for (std::size_t row = 0; row < rows; ++row) {
+            const std::span<const LogitEdit> own = edits_of(row);
+            min_ps[row] = min_p_of(row), edit_starts[row] = first;
+            copies[row] = own.empty() && min_ps[row] <= 0 ? -1 : copy++;
+            std::ranges::copy(own, edits + first);
+            first += static_cast<std::int32_t>(own.size());
+        }
+        edit_starts[rows] = first;
     }
     auto* device = static_cast<std::byte*>(drawn_.take(pinned));
     call(cudaMemcpyAsync(device, pinned_, sent, cudaMemcpyHostToDevice, context_.stream), "a draw");
@@ -259,10 +282,15 @@ void CudaDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::s
     DrawInputs how = {};
     how.temperatures = here(static_cast<const float*>(temperatures)), how.top_ps = here(static_cast<const float*>(top_ps));
     how.top_ks = here(static_cast<const std::int32_t*>(top_ks)), how.seeds = here(static_cast<const std::uint64_t*>(seeds));
-    how.draws = here(static_cast<const std::int32_t*>(draws)), how.num_logprobs = here(static_cast<const std::int32_t*>(num_logprobs));
+    how.draws = here(static_cast<const std::int32_t*>(numbers)), how.num_logprobs = here(static_cast<const std::int32_t*>(num_logprobs));
     how.mask_rows = here(static_cast<const std::int32_t*>(mask_rows));
     how.masks = reinterpret_cast<const std::uint32_t*>(device + masks_at);
     how.mask_stride = static_cast<int>(mask_words);
+    if (needs.changes) {
+        how.copies = here(static_cast<const std::int32_t*>(copies)), how.edit_starts = here(static_cast<const std::int32_t*>(edit_starts));
+        how.edits = here(static_cast<const LogitEdit*>(edits)), how.min_ps = here(static_cast<const float*>(min_ps));
+        how.changed = static_cast<float*>(changed_.take(num_copies * static_cast<std::size_t>(logits.columns) * sizeof(float)));
+    }
     if (static_cast<int>(rows) > max_samples_ || logits.columns > max_vocab_size_) {
         // The tickets' place follows from these two: with other ones it may hold what another draw left, so all of it is zeroed.
         max_samples_ = std::max(max_samples_, static_cast<int>(rows)), max_vocab_size_ = std::max(max_vocab_size_, logits.columns);

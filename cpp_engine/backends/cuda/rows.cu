@@ -103,6 +103,13 @@ __global__ void convert_kernel(const void* from, DType from_dtype, void* to, DTy
 
 }  // namespace
 
+bool has_code() noexcept {
+    cudaFuncAttributes attributes;
+    const bool found = cudaFuncGetAttributes(&attributes, convert_kernel) == cudaSuccess;
+    cudaGetLastError();  // which is no error of a later call
+    return found;
+}
+
 void gather_rows(const Context& context, const Segment& table, std::int64_t stride, std::int64_t columns, const std::int32_t* ids, int num_rows, const Tensor& out) {
     if (num_rows == 0) return;
     launch(context, gather_kernel, dim3(num_rows), kThreads, 0, table, stride, static_cast<int>(columns), ids, static_cast<float*>(out.data), out.stride);

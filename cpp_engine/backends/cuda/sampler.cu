@@ -8,6 +8,9 @@
 // 3. what the list does not answer goes over the whole row, its chunks side by side again (sampler_cut.cu).
 //
 // A list that would be too long, of equal logits or a large top_k, is not made: then the block goes over the row itself, and counts digits of the logits' bits.
+// Rows with edits or min_p are drawn from a copy of their logits (sampler_terms.cu); log probabilities are of the logits themselves. The kernels are made twice,
+// so that a step without such rows does not ask for them.
+//
 // Sums that decide between ids are float64, as the CPU device's are.
 #include "backends/cuda/sampler_code.cuh"
 
@@ -30,29 +33,31 @@ struct Partial {                                            // of one chunk
 };
 
 // groups [rows, 2, chunks * kThreads]: the largest of all ids, then of the allowed ones.
+template <bool kChanged>
 __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, Partial* partials, RowState* states,
                                                        float* groups, std::int32_t* tickets, SampleOutput* outputs) {
     __shared__ float floats[32];
     __shared__ Best bests[32];
     __shared__ bool is_last;
     const int row = blockIdx.y, chunk = blockIdx.x, num_chunks = gridDim.x;
-    const Row mine = row_at(logits, stride, vocab_size, how, row);
-    float values[kEach], largest = -INFINITY, largest_allowed = -INFINITY;
+    const Row mine = row_at<kChanged>(logits, stride, vocab_size, how, row);
+    float values[kEach], drawn[kEach], largest = -INFINITY, largest_allowed = -INFINITY;
     bool finite = true;
     Best greedy = no_best();
 #pragma unroll
     for (int index = 0; index < kEach; ++index) {
         const int id = chunk * kDrawChunk + index * kThreads + static_cast<int>(threadIdx.x);
-        values[index] = id < vocab_size ? mine.logits[id] : -INFINITY;
+        values[index] = id < vocab_size ? mine.model[id] : -INFINITY;
+        drawn[index] = kChanged && id < vocab_size ? mine.logits[id] : values[index];
     }
 #pragma unroll
     for (int index = 0; index < kEach; ++index) {
         const int id = chunk * kDrawChunk + index * kThreads + static_cast<int>(threadIdx.x);
-        finite = finite && values[index] < INFINITY;        // false for NaN too; minus infinity is an id that is never drawn
+        finite = finite && values[index] < INFINITY && drawn[index] < INFINITY;  // false for NaN too; minus infinity is an id that is never drawn
         largest = fmaxf(largest, values[index]);
         if (id < vocab_size && mine.allows(id)) {
-            largest_allowed = fmaxf(largest_allowed, values[index]);
-            if (values[index] > -INFINITY) greedy.offer(values[index], id);
+            largest_allowed = fmaxf(largest_allowed, drawn[index]);
+            if (drawn[index] > -INFINITY) greedy.offer(drawn[index], id);
         }
     }
     const std::int64_t group = static_cast<std::int64_t>(row) * 2 * num_chunks * kThreads + chunk * kThreads + threadIdx.x;
@@ -74,7 +79,7 @@ __global__ __launch_bounds__(kThreads) void scan_kernel(const void* logits, std:
         const int id = chunk * kDrawChunk + index * kThreads + static_cast<int>(threadIdx.x);
         if (!finite || values[index] == -INFINITY) continue;
         exponentials += expf(values[index] - largest);
-        if (draws && mine.allows(id)) scaled += expf((values[index] - largest_allowed) * inverse);
+        if (draws && drawn[index] > -INFINITY && mine.allows(id)) scaled += expf((drawn[index] - largest_allowed) * inverse);
     }
     exponentials = block_sum(exponentials, floats);
     __syncthreads();
@@ -314,13 +319,14 @@ __device__ std::int32_t draw_row(const Row& row, RowState& state, const DrawInpu
     return best.id;
 }
 
+template <bool kChanged>
 __global__ __launch_bounds__(kListThreads) void list_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, RowState* states,
                                                            const float* groups, int num_groups, SampleOutput* outputs) {
     __shared__ Memory memory;
     const int index = blockIdx.x, wanted = min(min(how.num_logprobs[index], 20), vocab_size);
     RowState state = states[index];
     if (!state.is_finite) return;
-    Row row = row_at(logits, stride, vocab_size, how, index);
+    Row row = row_at<kChanged>(logits, stride, vocab_size, how, index);
     const float* own = groups + static_cast<std::int64_t>(index) * 2 * num_groups;
     if (!is_greedy(how, index)) {
         const std::int32_t id = draw_row(row, state, how, index, own + num_groups, num_groups, memory);
@@ -331,7 +337,7 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const void* logits, 
     }
     if (wanted <= 0) return;
     __syncthreads();                                        // the list's memory is free again
-    row.mask = nullptr;                                     // alternatives are ranked before the mask
+    row.mask = nullptr, row.logits = row.model;             // alternatives are ranked before edits and mask
     int count = collect(row, own, num_groups, wanted, memory);
     if (count < 0) {                                        // very many equal logits
         const Cut cut = search(row, static_cast<unsigned long long>(wanted), memory);
@@ -382,10 +388,12 @@ void draw(const Context& context, const Tensor& logits, const DrawInputs& how, c
     auto* partials = reinterpret_cast<Partial*>(bytes + layout.partials);
     auto* states = reinterpret_cast<RowState*>(bytes + layout.states);
     auto* groups = reinterpret_cast<float*>(bytes + layout.groups);
-    launch(context, scan_kernel, dim3(chunks, rows), kThreads, 0, logits.data, logits.stride, vocab_size, how, partials, states, groups, tickets, outputs);
-    if (needs.draws || needs.ranks) launch(context, list_kernel, dim3(rows), kListThreads, 0, logits.data, logits.stride, vocab_size, how, states, groups, chunks * kThreads, outputs);
-    if (needs.cuts) find_cuts(context, logits, how, states, reinterpret_cast<unsigned long long*>(bytes + layout.histograms), tickets);
-    if (needs.draws) draw_from_rows(context, logits, how, states, reinterpret_cast<Best*>(bytes + layout.bests), tickets, outputs);
+    if (needs.changes) change_rows(context, logits, how);
+    launch(context, needs.changes ? scan_kernel<true> : scan_kernel<false>, dim3(chunks, rows), kThreads, 0, logits.data, logits.stride, vocab_size, how, partials, states, groups, tickets, outputs);
+    if (needs.cuts_unlikely) cut_unlikely(context, logits, how, states, reinterpret_cast<float*>(partials), tickets);
+    if (needs.draws || needs.ranks) launch(context, needs.changes ? list_kernel<true> : list_kernel<false>, dim3(rows), kListThreads, 0, logits.data, logits.stride, vocab_size, how, states, groups, chunks * kThreads, outputs);
+    if (needs.cuts) find_cuts(context, logits, how, needs, states, reinterpret_cast<unsigned long long*>(bytes + layout.histograms), tickets);
+    if (needs.draws) draw_from_rows(context, logits, how, needs, states, reinterpret_cast<Best*>(bytes + layout.bests), tickets, outputs);
 }
 
 }  // namespace pocket::cuda

@@ -88,22 +88,30 @@ struct RowState {
 };
 
 struct Row {
-    const float* logits;
+    const float* logits;                                    // that it is drawn from
     const std::uint32_t* mask;                              // or null
     std::int32_t vocab_size;
+    const float* model;                                     // logits as the model gives them, of which log probabilities are told
     __device__ __forceinline__ bool allows(std::int32_t id) const { return !mask || (mask[id >> 5] >> (id & 31) & 1u); }
 };
 
+// kChanged: some row of the step has a copy of its logits with edits in it.
+template <bool kChanged>
 __device__ __forceinline__ Row row_at(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs& how, int row) {
     const std::int32_t line = how.mask_rows[row];
-    return {static_cast<const float*>(logits) + row * stride, line < 0 ? nullptr : how.masks + static_cast<std::int64_t>(line) * how.mask_stride, vocab_size};
+    const float* model = static_cast<const float*>(logits) + row * stride;
+    Row mine = {model, line < 0 ? nullptr : how.masks + static_cast<std::int64_t>(line) * how.mask_stride, vocab_size, model};
+    if constexpr (kChanged) {
+        if (how.copies[row] >= 0) mine.logits = how.changed + static_cast<std::int64_t>(how.copies[row]) * vocab_size;
+    }
+    return mine;
 }
 
 __device__ __forceinline__ bool is_greedy(const DrawInputs& how, int row) { return how.temperatures[row] < 1e-20f || how.top_ks[row] == 1; }
 
 __device__ __forceinline__ void write_drawn(SampleOutput& output, const Row& row, const RowState& state, std::int32_t id) {
     output.token_id = id;
-    output.logprob = fmaxf(row.logits[id] - state.log_sum, kLowestLogprob);
+    output.logprob = fmaxf(row.model[id] - state.log_sum, kLowestLogprob);
 }
 
 // Whether this block is the last one of its row to come here: then it sees what the others wrote, and the ticket is 0 again. All threads.
@@ -182,8 +190,14 @@ __device__ inline std::int32_t last_of_equals(const Row& row, const Cut& within,
 // --- sampler_cut.cu: what a list of the most likely ids does not answer ---
 // Rows whose `todo` is find_cut, by three digits of their logits' bits; histograms [rows, kCutBins], zeros, left as zeros.
 constexpr int kCutBins = 2048;
-void find_cuts(const Context&, const Tensor& logits, const DrawInputs&, RowState* states, unsigned long long* histograms, std::int32_t* tickets);
+void find_cuts(const Context&, const Tensor& logits, const DrawInputs&, const DrawNeeds&, RowState* states, unsigned long long* histograms, std::int32_t* tickets);
 // Rows whose `todo` is draw_kept or draw_rest; bests [rows, ceil(vocab_size / kDrawChunk)].
-void draw_from_rows(const Context&, const Tensor& logits, const DrawInputs&, const RowState* states, Best* bests, std::int32_t* tickets, SampleOutput* outputs);
+void draw_from_rows(const Context&, const Tensor& logits, const DrawInputs&, const DrawNeeds&, const RowState* states, Best* bests, std::int32_t* tickets, SampleOutput* outputs);
+
+// --- sampler_terms.cu: rows that are drawn from other logits than the model's ---
+// Copies with edits, of rows that have one.
+void change_rows(const Context&, const Tensor& logits, const DrawInputs&);
+// Minus infinity for what is less likely than min_p times the likeliest allowed id, and the states' sums without it; sums [rows, ceil(vocab_size / kDrawChunk)].
+void cut_unlikely(const Context&, const Tensor& logits, const DrawInputs&, RowState* states, float* sums, std::int32_t* tickets);
 
 }  // namespace pocket::cuda

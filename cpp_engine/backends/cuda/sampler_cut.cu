@@ -18,6 +18,7 @@ __device__ __forceinline__ unsigned long long mass_of(float value, float largest
     return min(units, (1ull << 2 * kHalf) - 1);
 }
 
+template <bool kChanged>
 __global__ __launch_bounds__(kDrawThreads) void cut_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, RowState* states,
                                                            unsigned long long* histograms, std::int32_t* tickets, int shift, int num_bins) {
     __shared__ union {
@@ -32,7 +33,7 @@ __global__ __launch_bounds__(kDrawThreads) void cut_kernel(const void* logits, s
     if (state.todo != Todo::find_cut) return;
     for (int bin = threadIdx.x; bin < 2 * kCutBins; bin += kDrawThreads) bins.halves[0][bin] = 0;
     __syncthreads();
-    const Row mine = row_at(logits, stride, vocab_size, how, row);
+    const Row mine = row_at<kChanged>(logits, stride, vocab_size, how, row);
     const Cut within = state.cut;
     const std::uint32_t prefix = state.prefix, known = state.known;
     const float largest = state.largest_allowed, inverse = static_cast<float>(1.0 / static_cast<double>(how.temperatures[row]));
@@ -75,6 +76,7 @@ __global__ __launch_bounds__(kDrawThreads) void cut_kernel(const void* logits, s
 }
 
 // The noise of an id is taken exactly only where the rough one comes near the block's best.
+template <bool kChanged>
 __global__ __launch_bounds__(kDrawThreads) void draw_kernel(const void* logits, std::int64_t stride, int vocab_size, const DrawInputs how, const RowState* states,
                                                             Best* bests, std::int32_t* tickets, SampleOutput* outputs) {
     __shared__ Best shared[32];
@@ -82,7 +84,7 @@ __global__ __launch_bounds__(kDrawThreads) void draw_kernel(const void* logits, 
     const int row = blockIdx.y, num_chunks = gridDim.x;
     const RowState state = states[row];
     if (state.todo != Todo::draw_kept && state.todo != Todo::draw_rest) return;
-    const Row mine = row_at(logits, stride, vocab_size, how, row);
+    const Row mine = row_at<kChanged>(logits, stride, vocab_size, how, row);
     const bool wants_kept = state.todo == Todo::draw_kept;
     const std::uint64_t stream = stream_of(how.seeds[row], how.draws[row]);
     const double temperature = how.temperatures[row], inverse = 1.0 / temperature;
@@ -118,13 +120,16 @@ dim3 chunks_of(const Tensor& logits) { return dim3(ceil_div(logits.columns, kDra
 
 }  // namespace
 
-void find_cuts(const Context& context, const Tensor& logits, const DrawInputs& how, RowState* states, unsigned long long* histograms, std::int32_t* tickets) {
+void find_cuts(const Context& context, const Tensor& logits, const DrawInputs& how, const DrawNeeds& needs, RowState* states, unsigned long long* histograms,
+               std::int32_t* tickets) {
+    const auto kernel = needs.changes ? cut_kernel<true> : cut_kernel<false>;
     for (const auto& [shift, num_bins] : {std::pair(21, 2048), std::pair(10, 2048), std::pair(0, 1024)})
-        launch(context, cut_kernel, chunks_of(logits), kDrawThreads, 0, logits.data, logits.stride, static_cast<int>(logits.columns), how, states, histograms, tickets, shift, num_bins);
+        launch(context, kernel, chunks_of(logits), kDrawThreads, 0, logits.data, logits.stride, static_cast<int>(logits.columns), how, states, histograms, tickets, shift, num_bins);
 }
 
-void draw_from_rows(const Context& context, const Tensor& logits, const DrawInputs& how, const RowState* states, Best* bests, std::int32_t* tickets, SampleOutput* outputs) {
-    launch(context, draw_kernel, chunks_of(logits), kDrawThreads, 0, logits.data, logits.stride, static_cast<int>(logits.columns), how, states, bests, tickets, outputs);
+void draw_from_rows(const Context& context, const Tensor& logits, const DrawInputs& how, const DrawNeeds& needs, const RowState* states, Best* bests, std::int32_t* tickets,
+                    SampleOutput* outputs) {
+    launch(context, needs.changes ? draw_kernel<true> : draw_kernel<false>, chunks_of(logits), kDrawThreads, 0, logits.data, logits.stride, static_cast<int>(logits.columns), how, states, bests, tickets, outputs);
 }
 
 }  // namespace pocket::cuda

@@ -60,6 +60,11 @@ struct DeviceInfo {
     std::size_t total_memory = 0;                           // bytes
     std::size_t free_memory = 0;                            // bytes, at the time of the question
     int num_threads = 1;
+    // What an engine is to take where nobody says: of the free memory at most cache_share, and all but kept_memory bytes, for caches; rows that run at once.
+    double cache_share = 0.25;
+    std::size_t kept_memory = 0;                            // 0: the memory is the system's, and may become free; else what steps may still ask for
+    int default_rows = 8;
+    bool warms_up = false;                                  // the first prompt of a size takes memory and time that later ones do not
 };
 
 // One step's rows on the device. Rows that compute one token (decode) come first, then the others (prefill); the tokens of a row are neighbours.
@@ -148,6 +153,13 @@ struct StateCache {
     int num_slots = 0;
 };
 
+// One id whose logit changes before a row is drawn from: what is above 0 is divided by `scale`, anything else multiplied; then `offset` is added.
+struct LogitEdit {
+    std::int32_t id = 0;
+    float scale = 1;
+    float offset = 0;                                       // minus infinity: the id is not drawn
+};
+
 // How each sample is drawn; arrays of num_samples in host memory, read during the call.
 struct SampleInputs {
     std::span<const float> temperatures;                    // 0 is greedy
@@ -157,12 +169,14 @@ struct SampleInputs {
     std::span<const std::int32_t> draws;                    // number of the draw in its row, from 0
     std::span<const std::int32_t> num_logprobs;             // alternatives to rank, 0 to 20; -1 ranks nothing
     std::span<const std::uint32_t* const> masks;            // allowed ids, bit i % 32 of word i / 32; null allows all
+    std::span<const std::span<const LogitEdit>> edits = {}; // of each sample, its ids all different; none at all: no sample has any
+    std::span<const float> min_ps = {};                     // least probability that is drawn, as a part of the likeliest id's; 0 is off; none at all: off
 };
 
 struct SampleOutput {
     std::int32_t token_id = -1;
     bool is_finite = true;                                  // false: a logit was NaN or plus infinity, or no finite one is allowed; nothing was drawn
-    float logprob = 0;                                      // of the drawn id, natural, over the whole vocabulary, before temperature, top_k, top_p and mask
+    float logprob = 0;                                      // of the drawn id, natural, over the whole vocabulary, before edits, temperature, min_p, top_k, top_p and mask
     int num_top = 0;
     std::int32_t top_ids[20] = {};                          // most likely first; of equal ones the lower id first
     float top_logprobs[20] = {};
@@ -231,7 +245,7 @@ public:
     // out [step.num_samples, columns] = rows step.sample_tokens of x; both float32.
     virtual void take_samples(const Step& step, const Tensor& x, const Tensor& out) = 0;
 
-    // Draw from logits [num_samples, vocab_size] float32. Waits for the results. Temperature, top_k, top_p, then the largest of logit + Gumbel noise,
+    // Draw from logits [num_samples, vocab_size] float32. Waits for the results. Edits, temperature, min_p, top_k, top_p, then the largest of logit + Gumbel noise,
     // which is keyed by seed, draw and id, so that an answer does not hang on what shares its batch.
     virtual void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) = 0;
 };

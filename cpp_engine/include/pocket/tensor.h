@@ -39,6 +39,8 @@ struct HostTensor {
     DType dtype = DType::float32;
     std::vector<std::int64_t> shape;
     const std::byte* data = nullptr;
+    int descriptor = -1;           // of the open file that holds the same values from byte `offset` on; -1 where there is none
+    std::int64_t offset = 0;
 
     std::int64_t num_elements() const noexcept {
         std::int64_t count = 1;

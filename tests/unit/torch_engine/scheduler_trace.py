@@ -26,7 +26,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     is_hybrid = bool(_HYBRID_OPTION_KEYS & trace["options"].keys())
     _check_keys(path, trace["options"], _OPTION_KEYS | (_HYBRID_OPTION_KEYS if is_hybrid else set()))
     for request in trace["requests"].values():
-        _check_keys(path, request, _REQUEST_KEYS)
+        _check_keys(path, request, _REQUEST_KEYS | (request.keys() & {"priority", "ranks_prompt"}))
     for step in trace["steps"]:
         _check_keys(path, step, _STEP_KEYS | (_HYBRID_STEP_KEYS if is_hybrid else set()))
     return trace
@@ -87,7 +87,9 @@ def replay(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int |
 
 
 def _request(name: str, given: dict[str, Any]) -> EngineRequest:
-    return EngineRequest(name, tuple(given["prompt_token_ids"]), given["max_tokens"], eos_token_ids=frozenset(given["eos_token_ids"]))
+    eos, priority = frozenset(given["eos_token_ids"]), given.get("priority", 0)
+    ranks = 0 if given.get("ranks_prompt") else None
+    return EngineRequest(name, tuple(given["prompt_token_ids"]), given["max_tokens"], eos_token_ids=eos, priority=priority, prompt_logprobs=ranks)
 
 
 def _name(row: Row) -> str:

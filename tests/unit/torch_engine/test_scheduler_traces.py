@@ -16,7 +16,14 @@ PATHS = sorted(TRACES.glob("*.json"))
 def test_there_are_traces() -> None:
     assert {path.stem for path in PATHS} >= {"single", "staggered_batch", "chunked_prefill", "preemption", "prefix_reuse", "cancel"}
     assert {path.stem for path in PATHS} >= {"chunks_beside_answers", "ahead", "ahead_preemption", "hybrid_ahead"}
-    assert {path.stem for path in PATHS} >= {"hybrid_snapshots", "hybrid_conversation", "hybrid_preemption", "hybrid_eviction", "hybrid_long_prompt"}
+    assert {path.stem for path in PATHS} >= {
+        "hybrid_snapshots",
+        "hybrid_conversation",
+        "hybrid_preemption",
+        "hybrid_eviction",
+        "hybrid_long_prompt",
+        "ranked_prompt",
+    }
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

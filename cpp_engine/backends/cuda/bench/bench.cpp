@@ -1,7 +1,9 @@
 // What steps and operators of the Qwen3.5 shapes cost on this GPU, beside the limit that reading the weights sets.
 //
 //   pocket_cuda_bench 9b [--float8] [--layers N] [--prefill] [--only-prefill] [--table FILE]
+//   pocket_cuda_bench --load FOLDER [CONTEXT]
 //
+// --load reads a checkpoint's files, loads it, and prints both rates and what it answers as JSON, and no more.
 // --table measures steps of 1, 8, 32 and 64 rows after 512, 8,192 and, at one row, 2,048 and 131,072 tokens, and no more, and writes them as JSON.
 //
 // Times are medians of recorded graphs, so the host has no share in them; the weights of all layers pass between two uses of one, so no cache holds them.
@@ -15,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/cuda/bench/load.h"
 #include "backends/cuda/bench/synthetic_model.h"
 #include "backends/cuda/make_device.h"
 #include "backends/cuda/read_rate.h"
@@ -145,6 +148,10 @@ int run(int count, char** arguments) {
     std::string name = "9b", table;
     bool is_float8 = false, with_prefill = false, with_decode = true;
     int layers = 0;
+    if (count >= 3 && !std::strcmp(arguments[1], "--load")) {
+        cuda::measure_load(arguments[2], count > 3 ? std::stoi(arguments[3]) : 131072);
+        return 0;
+    }
     for (int index = 1; index < count; ++index) {
         if (!std::strcmp(arguments[index], "--float8")) is_float8 = true;
         else if (!std::strcmp(arguments[index], "--prefill")) with_prefill = true;
