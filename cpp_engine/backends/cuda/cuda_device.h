@@ -51,6 +51,9 @@ public:
                    const Tensor& out) override;
     void take_samples(const Step& step, const Tensor& x, const Tensor& out) override;
     void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) override;
+#ifdef POCKET_NCCL
+    std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> host) override;  // nccl_communicator.cpp
+#endif
 
 private:
     void use() const;                                       // the calling thread's CUDA device is this one
