@@ -42,10 +42,12 @@ compile() {
 }
 
 echo "cuda_compile: nvcc $("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'), for sm_${architectures[*]}"
-status=0
+compilers=()
 for file in "$folder"/*.cu; do
-  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n || status=1; done
+  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n || true; done
   compile "$file" &
+  compilers+=($!)
 done
-while [ -n "$(jobs -rp)" ]; do wait -n || status=1; done
+status=0
+for compiler in "${compilers[@]}"; do wait "$compiler" || status=1; done
 exit $status
