@@ -10,11 +10,12 @@ MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_TEMPERATURE = 2  # OpenAI's; beyond, hardly more than noise comes
 MAX_TOP_K = 2**31 - 1
-MAX_REPETITION_PENALTY = 2
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 2  # below, a logit that is divided may be more than a float32 holds
 MAX_PENALTY = 2
 MAX_LOGIT_BIAS = 100  # OpenAI's
 MAX_PRIORITY = 2**31 - 1
 MAX_BAD_WORDS = 1000
+MAX_BAD_WORDS_CHARACTERS = 32_768  # of all of them, which are spelled as ids before the request begins
 
 
 class _Keywords(type):
@@ -48,14 +49,14 @@ class SamplingParams(metaclass=_Keywords):
             {"json_object": True} [none].
         frequency_penalty: taken from an id's logit for each time that it is in the answer so far, -2 to 2 [0].
         presence_penalty: taken from the logit of each id that is in the answer so far, -2 to 2 [0].
-        repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; above 0, at most 2 [1].
+        repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; 0.01 to 2 [1].
         logit_bias: added to the logits of ids, -100 to 100 each; a mapping from ids [none].
         min_p: only ids are drawn that are at least so likely as this part of the likeliest one, 0 to 1 [0].
         stop_token_ids: ids that end the answer, beside the checkpoint's; the id itself is not part of it [none].
         ignore_eos: the checkpoint's own end-of-sequence ids are ids like others, and don't end the answer [False].
         min_tokens: no id that would end the answer is drawn before it has so many tokens; at most max_tokens [0].
         allowed_token_ids: no other id is drawn; at least one [all].
-        bad_words: texts that no answer contains, by their token ids alone and after a space [none].
+        bad_words: texts that no answer contains, by their token ids alone and after a space; at most 1000, of 32,768 characters together [none].
         priority: requests with a lower number are started first, and give up their memory last; -2**31 to 2**31 - 1 [0].
 
     `backends/logit_terms.py` has the formulas and their order.

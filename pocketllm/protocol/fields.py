@@ -55,6 +55,7 @@ from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.tools import MAX_TOOLS, TOOL_CHOICES, are_tools, can_be_chosen, has_no_strict_tool, is_tool_choice
 from pocketllm.sampling_params import (
     MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -63,6 +64,7 @@ from pocketllm.sampling_params import (
     MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
 )
 
 Endpoint = Literal["chat", "completions"]
@@ -226,7 +228,7 @@ FIELDS: tuple[Field, ...] = (
         "repetition_penalty",
         BOTH,
         "implemented",
-        f"a number above 0 and at most {MAX_REPETITION_PENALTY}",
+        f"a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
         "Divides the logit of each id of the prompt and of the answer so far where it is above 0, and multiplies it elsewhere; 1 is off.",
     ),
     Field("min_p", BOTH, "implemented", "a number from 0 to 1", "Only ids are drawn that are at least so likely as this part of the likeliest one; 0 is off."),
@@ -241,7 +243,13 @@ FIELDS: tuple[Field, ...] = (
     Field("ignore_eos", BOTH, "implemented", _SWITCH, "Whether the checkpoint's own end-of-sequence ids are ids like others."),
     Field("stop_token_ids", BOTH, "implemented", "an array of token ids", "Ids that end the answer beside the checkpoint's own, and are not part of it."),
     Field("allowed_token_ids", BOTH, "implemented", "an array of at least one token id", "No other id is drawn."),
-    Field("bad_words", BOTH, "implemented", f"an array of at most {MAX_BAD_WORDS} texts", "Texts that the answer does not contain, alone and after a space."),
+    Field(
+        "bad_words",
+        BOTH,
+        "implemented",
+        f"an array of at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORDS_CHARACTERS:,} characters together",
+        "Texts that the answer does not contain, alone and after a space.",
+    ),
     Field(
         "priority",
         BOTH,
@@ -448,9 +456,9 @@ RULES: tuple[Rule, ...] = (
     _shape(
         "repetition_penalty",
         BOTH,
-        real(0, MAX_REPETITION_PENALTY, above=True),
-        "not a number above 0 and at most 2",
-        "this penalty is a number above 0 and at most 2",
+        real(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        f"not a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+        f"this penalty is a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
         'Send "repetition_penalty" as 1, or leave it out',
     ),
     _needs(
@@ -545,8 +553,8 @@ RULES: tuple[Rule, ...] = (
     _shape(
         "bad_words",
         BOTH,
-        are_words(MAX_BAD_WORDS),
-        f"not an array of at most {MAX_BAD_WORDS} texts, or one of them is empty",
+        are_words(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS),
+        f"not an array of at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORDS_CHARACTERS:,} characters together, or one of them is empty",
         "bad words are an array of texts",
         'Send "bad_words" as such an array, or leave it out',
     ),
