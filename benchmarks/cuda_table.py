@@ -43,9 +43,9 @@ def limit_of(limits: dict[str, Any] | None, measure: str, row: dict[str, Any] | 
     if row is not None and "product_flops_per_s" in row:
         return float(statistics.median(row["product_flops_per_s"]) / limits["prefill_flops_per_token"])
     kind, _, size = measure.partition(" ")
-    if kind not in ("prefill", "decode"):
+    if kind not in limits:
         return None
-    return float(limits["prefill"] if kind == "prefill" else limits["decode"] * int(size.partition("x")[0]))
+    return float(limits[kind] * (int(size.partition("x")[0]) if kind == "decode" else 1))
 
 
 def _fact(row: dict[str, Any]) -> str | None:

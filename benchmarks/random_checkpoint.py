@@ -116,6 +116,7 @@ SHAPES = {
     "tiny": _qwen3_5(64, 4, 160, (4, 2), 4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, full_attention_interval=2, **_TINY),
     "tiny-qwen3": _qwen3(64, 2, 160, (4, 2), **_TINY),
     "deepseek-v4-flash": _deepseek(flash_config()),
+    "deepseek-v4-flash-6-layers": _deepseek(flash_config(6)),
     "deepseek-v4-flash-8-layers": _deepseek(flash_config(8)),
     "tiny-deepseek-v4": _deepseek(tiny_config()),
 }

@@ -14,8 +14,8 @@ import datetime
 import json
 import random
 import shlex
-import statistics
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pocketllm import LLM, EngineArgs, SamplingParams
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug, slug
 from pocketllm.bench.sides.pocketllm_side import SETTLING, rounds, steps_of_answer
 from random_checkpoint import SHAPES, random_model
+from sampler_terms_table import table
 from tree import ROOT
 
 KINDS = ("greedy", "drawn", "terms")
@@ -50,12 +51,11 @@ def main() -> int:
         details = {key: str(value) for key, value in llm.capabilities.details.items()}
     finally:
         llm.close()
-    medians = {kind: statistics.median(sample["rate"] for sample in of_kind) for kind, of_kind in samples.items()}
     gpu = describe_gpu() if device.startswith("cuda") else None
     report = {
         "benchmark": "sampler_terms",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/sampler_terms.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/sampler_terms.py", *_asked(options)]),
         "code": describe_code() | ({"commit": options.commit} if options.commit else {}),
         "hardware": {**hardware, **({"gpu": gpu} if gpu else {})},
         "model": {"shape": options.shape, "weights": "random, bf16"} if options.shape else {"name": "the default model"},
@@ -63,31 +63,27 @@ def main() -> int:
         "rows": options.rows,
         "prompt_tokens": options.prompt,
         "samples": samples,
-        "medians": medians,
-        "terms_of_drawn": medians["terms"] / medians["drawn"] if {"terms", "drawn"} <= medians.keys() else None,
     }
     output = options.output or ROOT / "benchmarks" / "results" / (gpu_slug(gpu) if gpu else slug(hardware)) / "sampler_terms.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("| rows | tokens/s, median | of drawn |\n| --- | --- | --- |")
-    for kind, rate in medians.items():
-        print(f"| {options.rows} {kind} | {rate:,.1f} | {rate / medians.get('drawn', rate):.3f} |")
-    print(f"\nWritten to {output}")
+    print(table(report))
+    print(f"Written to {output}")
     return 0
 
 
 def _measure(llm: LLM, kind: str, options: argparse.Namespace, vocab_size: int, chooser: random.Random) -> dict[str, float]:
-    """Tokens of all rows a second while all decode, after prompts drawn afresh."""
+    """Tokens of all rows a second, and a second of this process's processors, while all decode, after prompts drawn afresh."""
     budget = steps_of_answer(options.rows, options.steps)
     sampling = [_sampling(kind, budget, vocab_size, row) for row in range(options.rows)]
     prompts = [chooser.choices(range(vocab_size // 20, vocab_size - vocab_size // 10), k=options.prompt) for _ in sampling]
     with ExitStack() as stack:
         streams = [stack.enter_context(llm.generate_stream(prompt, one)) for prompt, one in zip(prompts, sampling, strict=True)]
-        marks = list(rounds(streams))[SETTLING:]
+        marks = [(clock, time.process_time(), total) for clock, total in rounds(streams)][SETTLING:]
     if len(marks) < 2:
         raise SystemExit(f"an answer ended before all {options.rows} rows had been decoding for {SETTLING + 1} steps: take more --steps")
-    (began, before), (ended, after) = marks[0], marks[-1]
-    return {"rate": (after - before) / (ended - began), "steps": (after - before) / options.rows}
+    (began, cpu_began, before), (ended, cpu_ended, after) = marks[0], marks[-1]
+    return {"rate": (after - before) / (ended - began), "cpu_rate": (after - before) / (cpu_ended - cpu_began), "steps": (after - before) / options.rows}
 
 
 def _sampling(kind: str, budget: int, vocab_size: int, seed: int) -> SamplingParams:
@@ -127,6 +123,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--commit", help="that is measured, where the tree is no clone")
     parser.add_argument("--output", type=Path, help="result file [benchmarks/results/<hardware>/sampler_terms.json]")
     return parser.parse_args()
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    """The arguments that say what is measured."""
+    shape = [] if options.shape is None else ["--shape", options.shape]
+    numbers = [word for name in ("rows", "prompt", "steps", "rounds") for word in (f"--{name}", str(getattr(options, name)))]
+    more = ["--engine-args", json.dumps(options.engine_args)] if options.engine_args else []
+    return [*shape, "--device", options.device, "--kinds", ",".join(options.kinds), *numbers, *more]
 
 
 def _kinds(text: str) -> tuple[str, ...]:

@@ -182,6 +182,11 @@ class SupervisorArgs:
                 f'"tensor_parallel_master_port" = {port} is not valid: send a whole number from 1 to 65535.', param="tensor_parallel_master_port"
             )
         address = self.tensor_parallel_master_addr
+        if not address.strip():
+            raise ConfigurationError(
+                f'"tensor_parallel_master_addr" = {address!r} is not valid: send a host name or an address of rank 0, or leave it out for {_LOOPBACK}.',
+                param="tensor_parallel_master_addr",
+            )
         if port is None and address != _LOOPBACK:
             raise ConfigurationError(
                 f'"tensor_parallel_master_addr" = {address!r} is of no use without a port, since the ranks would meet in files: '

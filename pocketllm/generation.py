@@ -11,6 +11,7 @@ import logging
 import random
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,8 @@ from pocketllm.checkpoint import GenerationDefaults
 from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, ContextLengthExceededError
 from pocketllm.inbox import Inbox
-from pocketllm.parallel.rank import Rank
+from pocketllm.parallel.local_ranks import LocalRanks
+from pocketllm.parallel.rank import Rank, has_launcher
 from pocketllm.protocol.features import VOCABULARY_FEATURES, Surface, features
 from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.request import GenerationRequest
@@ -78,6 +80,7 @@ class GenerationService:
         seed: int | None = None,
     ) -> None:
         self.backend = backend
+        self._close = backend.close
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.model_name = model_name
@@ -95,13 +98,15 @@ class GenerationService:
 
     @classmethod
     def open(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> GenerationService:
-        """Resolve, check and load the model that `args` names. Blocks until the engine is ready.
+        """Resolve, check and load the model that `args` names. Blocks until the engine is ready. Starts the other ranks where no launcher has.
 
         Raises:
             ConfigurationError, UnsupportedFeatureError: naming the file, the tensor or the option and the remedy.
+            TensorParallelSupervisorError: another rank could not be started, or failed.
         """
         report = progress or _ignore_progress
-        if args.tensor_parallel_size > 1 and (rank := Rank.from_environment(args)).index > 0:
+        is_launched = args.tensor_parallel_size > 1 and has_launcher(args)
+        if is_launched and (rank := Rank.from_environment(args)).index > 0:
             raise ConfigurationError(
                 f"rank {rank.index} takes no requests: run this on rank 0, and as the others pocketllm serve with --no-tensor-parallel-supervisor.",
                 param="tensor_parallel_rank",
@@ -109,10 +114,19 @@ class GenerationService:
         checkpoint, backend = open_backend(args, report)
         tokenizer = load_tokenizer(checkpoint, args.tokenizer)
         chat_template = load_chat_template(checkpoint)
-        backend.load(report)
-        return cls(
+        ranks = None
+        if args.tensor_parallel_size > 1 and not is_launched:
+            ranks = LocalRanks(args, backend)
+            ranks.load(report)
+        else:
+            backend.load(report)
+        service = cls(
             backend, tokenizer, chat_template, checkpoint.generation_defaults, model_name=checkpoint.name, model_type=checkpoint.architecture, seed=args.seed
         )
+        if ranks is not None:
+            service._close = ranks.close
+            weakref.finalize(service, ranks.close)  # for who drops it without closing it
+        return service
 
     @property
     def capabilities(self) -> Capabilities:
@@ -139,8 +153,8 @@ class GenerationService:
         return active is not None and active.cancel()
 
     def close(self) -> None:
-        """Stop the engine; requests still active are cancelled."""
-        self.backend.close()
+        """Stop the engine, and the ranks that were started for it; requests still active are cancelled."""
+        self._close()
 
     def activate(self, request_id: str) -> ActiveRequest:
         """Take an id, until the request's last row has ended.

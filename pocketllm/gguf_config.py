@@ -251,7 +251,8 @@ def _deepseek_v4(keys: GGUFKeys, config: dict[str, Any]) -> None:
     # The layers that predict further tokens come last, where the file has them.
     extra = keys.value("nextn_predict_layers", 0) and keys.whole("nextn_predict_layers")
     if extra and f"blk.{layers - extra}.nextn.eh_proj.weight" in keys.file.tensors:
-        config["num_hidden_layers"], config["num_nextn_predict_layers"] = layers, _ = layers - extra, extra
+        layers -= extra
+        config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": extra}
     keys.only("expert_gating_func", 4)  # the square root of softplus
     keys.only("expert_weights_norm", True)
     keys.only("expert_shared_count", 1)

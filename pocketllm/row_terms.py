@@ -10,6 +10,8 @@ from pocketllm.protocol.refusals import checked_text
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.text.tokenizer import Tokenizer
 
+_LEAST_PENALTY = 1e-6  # a logit that is divided by it is beyond all others, and still a number of float32
+
 
 def row_terms(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> LogitTerms | None:
     """The terms of each row of a request, or None where nothing changes its logits.
@@ -22,7 +24,7 @@ def row_terms(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -
     _check_ids(bias, "logit_bias", vocab_size)
     _check_ids(allowed or (), "allowed_token_ids", vocab_size)
     terms = LogitTerms(
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=max(sampling.repetition_penalty, _LEAST_PENALTY),
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         logit_bias=tuple(sorted((token_id, value) for token_id, value in bias.items() if value != 0)),

@@ -17,6 +17,7 @@ import deepseek_cuda_table  # noqa: E402
 import cuda_table  # noqa: E402
 import native_cpu_table  # noqa: E402
 import native_cuda_table  # noqa: E402
+import sampler_terms_table  # noqa: E402
 import serving_cuda_table  # noqa: E402
 import serving_table  # noqa: E402
 from pocketllm.bench.compare import comparison_table  # noqa: E402
@@ -31,6 +32,7 @@ _TITLES = {
     "torch_cuda": "The torch plane on a GPU",
     "deepseek_cuda": "DeepSeek-V4's layers on the torch plane on a GPU",
     "serving_cuda": "Over HTTP on a GPU",
+    "sampler_terms": "What the sampler's terms cost",
     "load_generator": "The load generator against a known schedule",
     "compare": "`pocketllm bench compare`",
     "latency": "`pocketllm bench latency`",
@@ -210,6 +212,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "latency": latency_table,
     "throughput": throughput_table,
     "serve": load_table,
+    "sampler_terms": sampler_terms_table.table,
 }
 
 

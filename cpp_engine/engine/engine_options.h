@@ -18,6 +18,9 @@ struct QwenEngineOptions {
     int num_threads = 0;                                    // of the CPU device; 0 is the cores that the process may use
     int prefill_chunk_tokens = 512;                         // most prompt tokens a step; 0 computes each prompt in one step
     bool enable_prefix_caching = true;
+    int tensor_parallel_size = 1;                           // ranks that share the model, each a process of this machine that makes an engine of its own
+    int tensor_parallel_rank = 0;                           // this one; rank 0 takes requests, and the others `follow`
+    std::string rendezvous_dir;                             // of this run alone, where ranks meet
     std::uint64_t seed = 0;                                 // of requests without a seed of their own, which are repeatable in their order of arrival
 };
 

@@ -34,8 +34,9 @@ TokenLogprobs logprobs_of(const SampleOutput& output) {
 
 }  // namespace
 
-ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens)
+ModelRunner::ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens, Communicator* ranks)
     : device_(device), model_(model), shape_(shape), slot_bytes_(slot_bytes(model)) {
+    if (ranks) shared_.emplace(device, *ranks, model.vocab_size(), model.logit_share());
     allocate_kv(kv_cache_dtype);
     allocate_states();
     has_graphs_ = device.capture([] {}) != nullptr;
@@ -221,7 +222,7 @@ void ModelRunner::rank(Step step, std::span<const RunRow> rows, std::span<const 
             num_logprobs.push_back(owners[first + line]->num_top);
         }
         std::vector<SampleOutput> outputs(count);
-        device_.sample(model_.logits(step), {temperatures, top_ps, zeros, seeds, zeros, num_logprobs, masks}, outputs);
+        draw(model_.logits(step), {temperatures, top_ps, zeros, seeds, zeros, num_logprobs, masks}, outputs, std::vector<bool>(count));
         for (std::size_t line = 0; line < count; ++line) {
             owners[first + line]->found->push_back(logprobs_of(outputs[line]));
         }
@@ -252,6 +253,14 @@ void ModelRunner::record(const std::pair<int, int>& size, const Step& step) {
     graphs_.emplace(size, std::move(recorded));
 }
 
+void ModelRunner::draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs, const std::vector<bool>& changes) {
+    if (shared_) {
+        shared_->sample(logits, inputs, outputs, changes);
+    } else {
+        device_.sample(logits, inputs, outputs);
+    }
+}
+
 std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order) {
     std::vector<std::size_t> sampling;  // places of the rows that sample, in the order of the logits
     std::vector<float> temperatures, top_ps;
@@ -260,6 +269,7 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
     std::vector<const std::uint32_t*> masks;
     std::vector<std::span<const LogitEdit>> edits;
     std::vector<float> min_ps;
+    std::vector<bool> changes;
     const bool has_terms = std::ranges::any_of(rows, [](const RunRow& row) { return row.samples && row.request->terms.has_value(); });
     for (const std::size_t place : order) {
         const RunRow& row = rows[place];
@@ -273,13 +283,14 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         draws.push_back(row.draw);
         num_logprobs.push_back(request.logprobs.value_or(-1));
         masks.push_back(row.mask);
+        changes.push_back(request.terms.has_value());
         if (has_terms) {
             edits.push_back(row.edits);
             min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
         }
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    device_.sample(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs);
+    draw(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs, changes);
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });
@@ -306,7 +317,8 @@ std::vector<float> ModelRunner::logits(const RunRow& row, std::span<const StateC
         part.num_computed_tokens = row.num_computed_tokens + static_cast<int>(start);
         const int count = static_cast<int>(part.token_ids.size());
         reserve(count, count);
-        const Tensor found = model_.forward(upload({&part, 1}, order, true), {kv_layers_, state_layers_});
+        Tensor found = model_.forward(upload({&part, 1}, order, true), {kv_layers_, state_layers_});
+        if (shared_) found = shared_->whole(found);
         device_.download(values.data() + start * vocab_size, found.data, part.token_ids.size() * vocab_size * sizeof(float));
     }
     return values;

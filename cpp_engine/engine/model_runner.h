@@ -5,23 +5,27 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "engine/runner.h"
+#include "engine/sharded_sampler.h"
 #include "models/model.h"
+#include "pocket/communicator.h"
 #include "pocket/device.h"
 
 namespace pocket {
 
-// Device and model must outlive it.
+// Device, model and ranks must outlive it.
 class ModelRunner final : public Runner {
 public:
     // Allocates the caches, and room for steps of `max_step_tokens` tokens; longer ones make more room when they come. `kv_cache_dtype`: float32, float16 or
     // bfloat16. Then computes one token, so that what the device does not compute is refused here and not at the first request.
+    // `ranks`: those that share the model, or null for one. All of them make every call; the draws of rank 0 alone mean something.
     // Error(device) with the figures where the memory is too small; Error(unsupported) naming the shape or type that the device lacks.
-    ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens);
+    ModelRunner(Device& device, Model& model, const CacheShape& shape, DType kv_cache_dtype, int max_step_tokens, Communicator* ranks = nullptr);
 
     int vocab_size() const noexcept override { return model_.vocab_size(); }
     const CacheShape& cache() const noexcept override { return shape_; }
@@ -38,11 +42,13 @@ private:
     Tensor decode(std::span<const RunRow> rows, std::span<const std::size_t> order);
     void record(const std::pair<int, int>& size, const Step& step);
     void rank(Step step, std::span<const RunRow> rows, std::span<const std::size_t> order);
+    void draw(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs, const std::vector<bool>& changes);
     std::vector<Draw> sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order);
 
     Device& device_;
     Model& model_;
     CacheShape shape_;
+    std::optional<ShardedSampler> shared_;                  // where ranks share the model
     std::unique_ptr<Buffer> kv_, states_;                   // of all layers
     std::vector<KvCache> kv_layers_;
     std::vector<StateCache> state_layers_;

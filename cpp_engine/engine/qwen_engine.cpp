@@ -3,16 +3,20 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
+#include "comm/shared_memory.h"
+#include "core/cores.h"
 #include "core/splitmix.h"
 #include "engine/model_runner.h"
 #include "engine/warm_up.h"
 #include "io/eos.h"
 #include "models/qwen3_5.h"
+#include "models/qwen3_5_config.h"
 #include "pocket/error.h"
 
 namespace pocket {
@@ -40,6 +44,21 @@ void check_counts(const QwenEngineOptions& options) {
         if (value >= 0 && value <= most) continue;
         const std::string wanted = most == any ? "of at least 0" : "from 0 to " + std::to_string(most);
         throw Error(ErrorKind::configuration, "\"" + std::string(field) + "\" = " + std::to_string(value) + " is not valid: send a whole number " + wanted + ".", field);
+    }
+    const int size = options.tensor_parallel_size, rank = options.tensor_parallel_rank;
+    constexpr int most_ranks = 64;
+    if (size < 1 || size > most_ranks) {
+        throw Error(ErrorKind::configuration,
+                    "\"tensor_parallel_size\" = " + std::to_string(size) + " is not valid: send a whole number from 1 to " + std::to_string(most_ranks) + ".",
+                    "tensor_parallel_size");
+    }
+    if (rank < 0 || rank >= size) {
+        throw Error(ErrorKind::configuration,
+                    "\"tensor_parallel_rank\" = " + std::to_string(rank) + " is not valid: send a whole number from 0 to " + std::to_string(size - 1) + ".",
+                    "tensor_parallel_rank");
+    }
+    if (size > 1 && options.rendezvous_dir.empty()) {
+        throw Error(ErrorKind::configuration, "\"rendezvous_dir\" is empty, and the ranks have no place to meet: name a folder of this run alone.", "rendezvous_dir");
     }
 }
 
@@ -69,25 +88,41 @@ CacheOptions cache_options(const QwenEngineOptions& options, const DeviceInfo& d
 
 QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOptions& options, const LoadProgress& progress)
     : options_(options), process_(getpid()) {
+    try {
+        load(checkpoint_folder, progress);
+    } catch (const std::exception& error) {
+        if (ranks_) ranks_->abort(error.what());  // they wait for this one
+        throw;
+    }
+}
+
+void QwenEngine::load(const std::string& checkpoint_folder, const LoadProgress& progress) {
     // What is wrong is refused before a device is made, let alone gigabytes read.
+    const QwenEngineOptions& options = options_;
     check_counts(options);
     dtype_of("kv_cache_dtype", options.kv_cache_dtype, DType::float32);
     Checkpoint checkpoint(checkpoint_folder);
     const DType dtype = weight_dtype(options, checkpoint);
     const EosIds eos = read_eos_ids(checkpoint);
+    const int size = options.tensor_parallel_size;
+    if (size > 1) share_config(read_qwen3_5_config(checkpoint), {options.tensor_parallel_rank, size}, checkpoint);
 
-    device_ = make_device(options.device, options.num_threads);
-    model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress);
+    const int own_cores = size > 1 ? std::max(1, available_cores() / size) : 0;  // of the ranks on this machine
+    device_ = make_device(options.device, options.num_threads > 0 ? options.num_threads : own_cores);
+    if (size > 1) meet(progress);
+    model_ = std::make_unique<Qwen3_5>(checkpoint, *device_, dtype, options.max_model_len, progress, ranks_.get());
+    if (ranks_) ranks_->barrier();  // the weights of all are loaded
     const CacheOptions wanted = cache_options(options, device_->info(), dtype);
     if (device_->info().warms_up) {
         if (progress) progress(1, "trying prompts");
-        try_prompts(*device_, *model_, wanted);
+        try_prompts(*device_, *model_, wanted, ranks_.get());
     }
-    const DeviceInfo device = device_->info();
+    const DeviceInfo device = agreed_device();
     const CachePlan plan = plan_caches(*model_, device, wanted);
     const int step_tokens = options.prefill_chunk_tokens > 0 ? std::min(options.prefill_chunk_tokens, plan.shape.max_model_len) : 512;
-    runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots);
-    session_ = std::make_unique<Session>(*runner_, SessionOptions{options.prefill_chunk_tokens, options.enable_prefix_caching, model_->num_delta_net_layers() > 0});
+    runner_ = std::make_unique<ModelRunner>(*device_, *model_, plan.shape, wanted.kv_cache_dtype, step_tokens + plan.shape.num_row_slots, ranks_.get());
+    if (ranks_ && ranks_->rank() == 0) leader_ = std::make_unique<LeadingRunner>(*runner_, *ranks_);
+    session_ = std::make_unique<Session>(leader_ ? static_cast<Runner&>(*leader_) : *runner_, SessionOptions{options.prefill_chunk_tokens, options.enable_prefix_caching, model_->num_delta_net_layers() > 0});
 
     config_.architecture = model_->architecture();
     config_.vocab_size = model_->vocab_size();
@@ -117,10 +152,56 @@ QwenEngine::QwenEngine(const std::string& checkpoint_folder, const QwenEngineOpt
     if (progress) progress(1, "ready");
 }
 
+void QwenEngine::meet(const LoadProgress& progress) {
+    Meeting meeting;
+    meeting.rank = options_.tensor_parallel_rank;
+    meeting.size = options_.tensor_parallel_size;
+    meeting.folder = options_.rendezvous_dir;
+    const std::string message = "waiting for the other ranks of " + std::to_string(meeting.size);
+    if (progress) meeting.check = [&] { progress(0, message); };
+    ranks_ = device_->join(std::make_unique<SharedMemoryCommunicator>(meeting));
+}
+
+// The device with what each rank may take of its memory, so that all plan alike.
+DeviceInfo QwenEngine::agreed_device() const {
+    DeviceInfo device = device_->info();
+    if (!ranks_) return device;
+    const auto sharers = static_cast<std::size_t>(device.name == "cpu" ? ranks_->size() : 1);
+    device.total_memory /= sharers;
+    device.free_memory = static_cast<std::size_t>(ranks_->least(static_cast<std::int64_t>(device.free_memory / sharers)));
+    return device;
+}
+
 QwenEngine::~QwenEngine() {
-    if (!is_foreign()) return;
+    if (!is_foreign()) {
+        dismiss();
+        return;
+    }
     // In a fork the device's threads are gone, and joining them would never end. The process is a copy that ends soon.
-    (void)session_.release(), (void)runner_.release(), (void)model_.release(), (void)device_.release();
+    (void)session_.release(), (void)leader_.release(), (void)runner_.release(), (void)model_.release(), (void)ranks_.release(), (void)device_.release();
+}
+
+void QwenEngine::follow() {
+    check_process();
+    const std::lock_guard lock(mutex_);
+    if (!ranks_ || leader_) {
+        throw Error(ErrorKind::configuration, "follow can't be called on rank 0, which leads: call it on the other ranks.", "tensor_parallel_rank");
+    }
+    pocket::follow(*runner_, *ranks_);
+}
+
+void QwenEngine::dismiss() noexcept {
+    if (!leader_ || is_dismissed_.exchange(true)) return;
+    const std::lock_guard lock(mutex_);
+    try {
+        leader_->dismiss();
+    } catch (const std::exception&) {
+        // A rank is lost, or this one was told so: the others end by that.
+    }
+}
+
+void QwenEngine::abandon(const std::string& reason) noexcept {
+    if (ranks_) ranks_->abort(reason);
 }
 
 bool QwenEngine::is_foreign() const noexcept { return process_ != getpid(); }
@@ -133,6 +214,10 @@ void QwenEngine::check_process() const {
 
 std::unique_lock<std::mutex> QwenEngine::enter(const char* call) const {
     check_process();
+    if (ranks_ && !leader_) {
+        throw Error(ErrorKind::configuration, std::string(call) + " can't be called on rank " + std::to_string(ranks_->rank()) + ", which computes what rank 0 orders: call it there.",
+                    "tensor_parallel_rank");
+    }
     std::unique_lock lock(mutex_);
     if (is_attached_) {
         throw Error(ErrorKind::configuration,
@@ -219,9 +304,11 @@ std::optional<std::int32_t> QwenEngine::eos_id() const {
 Runner& QwenEngine::attach() {
     check_process();
     const std::lock_guard lock(mutex_);
+    if (ranks_ && !leader_) throw Error(ErrorKind::configuration, "A QwenBatchScheduler runs on rank 0 alone: call follow on this one.", "engine");
     if (is_attached_) throw Error(ErrorKind::configuration, "A QwenBatchScheduler runs on this engine already: stop it first, or make a second engine.", "engine");
     is_attached_ = true;
     session_->reset();  // its blocks are the scheduler's now
+    if (leader_) return *leader_;
     return *runner_;
 }
 

@@ -13,20 +13,23 @@
 
 #include "engine/cache_plan.h"
 #include "engine/engine_options.h"
+#include "engine/ranked_runner.h"
 #include "engine/request.h"
 #include "engine/runner.h"
 #include "engine/session.h"
 #include "io/checkpoint.h"
 #include "models/model.h"
+#include "pocket/communicator.h"
 #include "pocket/device.h"
 
 namespace pocket {
 
 // It owns device, model, cache and session. Calls may be made from any thread; one runs at a time. While a scheduler runs on the engine, which then has
-// the cache to itself, the session calls throw Error(configuration).
+// the cache to itself, the session calls throw Error(configuration), and so they do on the other ranks than 0.
 class QwenEngine {
 public:
     // Loads the checkpoint in the folder `checkpoint`. Error naming the file, the tensor, the key or the option, and nothing is left behind.
+    // With several ranks it returns when all of them have loaded; where one fails, all do.
     QwenEngine(const std::string& checkpoint, const QwenEngineOptions& options, const LoadProgress& progress = {});
     ~QwenEngine();
     QwenEngine(const QwenEngine&) = delete;
@@ -59,6 +62,14 @@ public:
     Runner& attach();
     void detach() noexcept;
 
+    // --- for several ranks ---
+    // On another rank than 0: compute what rank 0 orders until it dismisses this one. Error(unavailable) where a rank is lost.
+    void follow();
+    // On rank 0: tell the others that it stops, once. Nothing else may compute meanwhile. Ranks that are lost already need not be told.
+    void dismiss() noexcept;
+    // From any thread: another rank is lost, as `reason` says. A step under way fails with it, and so does every later one.
+    void abandon(const std::string& reason) noexcept;
+
     // Seed of the next request that has none.
     std::uint64_t next_seed() noexcept;
 
@@ -69,17 +80,23 @@ public:
     void check_process() const;
 
 private:
+    void load(const std::string& checkpoint, const LoadProgress& progress);
+    void meet(const LoadProgress& progress);
+    DeviceInfo agreed_device() const;
     std::unique_lock<std::mutex> enter(const char* call) const;
 
     QwenEngineOptions options_;
     std::unique_ptr<Device> device_;                        // the others live on it
+    std::unique_ptr<Communicator> ranks_;                   // null for one
     std::unique_ptr<Model> model_;
     std::unique_ptr<Runner> runner_;
+    std::unique_ptr<LeadingRunner> leader_;                 // on rank 0 of several
     std::unique_ptr<Session> session_;
     QwenConfig config_;
     EngineCaps capabilities_;
     mutable std::mutex mutex_;                              // of what follows, and of every call that computes
     bool is_attached_ = false;
+    std::atomic<bool> is_dismissed_ = false;
     std::atomic<std::uint64_t> num_seeds_{0};
     int process_ = 0;
 };

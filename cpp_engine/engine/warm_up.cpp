@@ -17,7 +17,7 @@ constexpr int longest_whole = 8192;  // where prompts are computed in one step, 
 
 }  // namespace
 
-void try_prompts(Device& device, Model& model, const CacheOptions& options) {
+void try_prompts(Device& device, Model& model, const CacheOptions& options, Communicator* ranks) {
     const int context = options.max_model_len > 0 ? std::min(options.max_model_len, model.max_positions()) : model.max_positions();
     const int longest = std::min(context, options.prefill_token_budget > 0 ? options.prefill_token_budget : longest_whole);
     CacheShape shape;
@@ -25,7 +25,7 @@ void try_prompts(Device& device, Model& model, const CacheOptions& options) {
     shape.num_blocks = (longest + block_size - 1) / block_size;
     shape.num_row_slots = 1;
     shape.max_model_len = context;
-    ModelRunner runner(device, model, shape, options.kv_cache_dtype, longest);
+    ModelRunner runner(device, model, shape, options.kv_cache_dtype, longest, ranks);
     const std::vector<std::int32_t> token_ids(static_cast<std::size_t>(longest), 0);
     std::vector<std::int32_t> block_table(static_cast<std::size_t>(shape.num_blocks));
     std::iota(block_table.begin(), block_table.end(), 0);

@@ -1,4 +1,4 @@
-// What the engine needs of a model: its sizes, and a step's logits.
+// What the engine needs of a model: its sizes, and a step's logits. Of a model that ranks share, sizes of heads, caches and weights are this rank's.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,13 @@ struct ModelCaches {
     std::span<const StateCache> states;
 };
 
+// The ids whose logits one of several ranks computes.
+struct LogitShare {
+    int first = 0;
+    int count = 0;
+    int widest = 0;                                               // of all ranks
+};
+
 class Model {
 public:
     virtual ~Model() = default;
@@ -38,7 +45,10 @@ public:
     // Make room for steps of up to `max_tokens` tokens and `max_samples` samples.
     virtual void reserve(int max_tokens, int max_rows, int max_samples) = 0;
 
-    // logits [step.num_samples, vocab_size] float32, in memory of the model that is valid until the next call.
+    virtual LogitShare logit_share() const noexcept { return {0, vocab_size(), vocab_size()}; }
+
+    // logits [step.num_samples, logit_share().count] float32, rows logit_share().widest apart, in memory of the model that is valid until the next call.
+    // Where ranks share the model, all of them make the call, with the same step.
     virtual Tensor forward(const Step& step, const ModelCaches& caches) = 0;
 
     // The same for other samples of the step that `forward` has just computed: `step` is that step with sample_tokens of its own.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/json.h"
 #include "pocket/error.h"
@@ -176,5 +177,30 @@ private:
 int Qwen3_5Config::num_attention_layers() const noexcept { return static_cast<int>(std::count(is_attention.begin(), is_attention.end(), true)); }
 
 Qwen3_5Config read_qwen3_5_config(const Checkpoint& checkpoint) { return ConfigReader(checkpoint).read(); }
+
+Qwen3_5Config share_config(const Qwen3_5Config& whole, const Share& share, const Checkpoint& checkpoint) {
+    Qwen3_5Config part = whole;
+    const std::pair<const char*, int*> dealt_out[] = {
+        {"num_attention_heads", &part.attention.num_heads},          {"num_key_value_heads", &part.attention.num_kv_heads},
+        {"linear_num_key_heads", &part.delta_net.num_key_heads},     {"linear_num_value_heads", &part.delta_net.num_value_heads},
+        {"intermediate_size", &part.intermediate_size},
+    };
+    for (const auto& [key, count] : dealt_out) {
+        if (*count % share.size) {
+            throw Error(ErrorKind::unsupported,
+                        "\"tensor_parallel_size\" = " + std::to_string(share.size) + " does not divide " + key + " = " + std::to_string(*count) + " of " +
+                            checkpoint.config_path() + ": send a number that does.",
+                        "tensor_parallel_size");
+        }
+        *count /= share.size;
+    }
+    if (part.vocab_size < share.size) {
+        throw Error(ErrorKind::unsupported,
+                    "\"tensor_parallel_size\" = " + std::to_string(share.size) + " is more than vocab_size = " + std::to_string(part.vocab_size) + " of " +
+                        checkpoint.config_path() + ": send fewer.",
+                    "tensor_parallel_size");
+    }
+    return part;
+}
 
 }  // namespace pocket

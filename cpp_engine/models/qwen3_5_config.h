@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/share.h"
 #include "io/checkpoint.h"
 #include "pocket/device.h"
 
@@ -30,5 +31,8 @@ struct Qwen3_5Config {
 // Reads model types qwen3_5 (nested in text_config, or flat) and qwen3_5_text. Error(configuration) naming config.json and the key that is missing or makes
 // no sense; Error(unsupported) naming the key and value that this model does not compute, or the model type.
 Qwen3_5Config read_qwen3_5_config(const Checkpoint& checkpoint);
+
+// The config of one rank: its heads and its intermediate_size. Error(unsupported) naming config.json and the key that the number of ranks does not divide.
+Qwen3_5Config share_config(const Qwen3_5Config& whole, const Share& share, const Checkpoint& checkpoint);
 
 }  // namespace pocket

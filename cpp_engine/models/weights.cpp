@@ -29,7 +29,7 @@ float value_at(const HostTensor& tensor, std::int64_t place) {
 
 }  // namespace
 
-Weights::Weights(Checkpoint& checkpoint) : checkpoint_(checkpoint) { check_quantization(checkpoint); }
+Weights::Weights(Checkpoint& checkpoint, const Share& share) : checkpoint_(checkpoint), share_(share) { check_quantization(checkpoint); }
 
 MatrixPart Weights::matrix(const std::string& name, std::int64_t rows, std::int64_t columns) {
     const HostTensor& weight = checkpoint_.take(name, {rows, columns});
@@ -48,6 +48,63 @@ MatrixPart Weights::matrix(const std::string& name, std::int64_t rows, std::int6
         fail(*scales, std::string(" of the type ") + pocket::name(scales->dtype) + ", and scales are float32 or bfloat16: download the model again.");
     }
     return {&weight, &checkpoint_.take(scales_name, wanted)};
+}
+
+// A part of FP8 values has the scales of its own blocks where it begins with one, or lies within one.
+void Weights::check_cut(const HostTensor& whole, const char* what, const Range& part) const {
+    if (part.begin % fp8_block == 0 || part.begin / fp8_block == (part.end - 1) / fp8_block) return;
+    throw Error(ErrorKind::unsupported,
+                whole.file + " has the tensor " + whole.name + " in FP8 blocks of 128 x 128, and " + std::to_string(share_.size) + " ranks would cut one at " + what +
+                    " " + std::to_string(part.begin) + ": send a smaller tensor_parallel_size, or use an unquantized checkpoint.",
+                "tensor_parallel_size");
+}
+
+const HostTensor& Weights::cut_rows(const HostTensor& whole, const Range& rows) {
+    HostTensor& tensor = parts_.emplace_back(Part{whole, {}}).tensor;
+    const auto skipped = rows.begin * whole.shape[1] * static_cast<std::int64_t>(item_size(whole.dtype));
+    tensor.shape[0] = rows.size();
+    tensor.data += skipped;
+    tensor.offset += skipped;
+    return tensor;
+}
+
+const HostTensor& Weights::cut_columns(const HostTensor& whole, const Range& columns) {
+    Part& part = parts_.emplace_back(Part{whole, {}});
+    const std::size_t item = item_size(whole.dtype), from = static_cast<std::size_t>(whole.shape[1]) * item, to = static_cast<std::size_t>(columns.size()) * item;
+    const auto num_rows = static_cast<std::size_t>(whole.shape[0]);
+    part.copies.resize(num_rows * to);
+    for (std::size_t row = 0; row < num_rows; ++row) {
+        std::memcpy(part.copies.data() + row * to, whole.data + row * from + static_cast<std::size_t>(columns.begin) * item, to);
+    }
+    part.tensor.shape[1] = columns.size();
+    part.tensor.data = part.copies.data();
+    part.tensor.descriptor = -1;  // no file has these values one behind the other
+    return part.tensor;
+}
+
+MatrixPart Weights::rows(const MatrixPart& whole, const Range& rows) {
+    if (!whole.scales) return {&cut_rows(*whole.weight, rows), nullptr};
+    check_cut(*whole.weight, "row", rows);
+    return {&cut_rows(*whole.weight, rows), &cut_rows(*whole.scales, {rows.begin / fp8_block, (rows.end + fp8_block - 1) / fp8_block})};
+}
+
+MatrixPart Weights::share_rows(const MatrixPart& whole, std::int64_t first, std::int64_t count) {
+    if (share_.size == 1 && count == whole.weight->shape[0]) return whole;
+    const auto of = [&](int rank) {
+        const Range part = Share{rank, share_.size}.of(count);
+        return Range{first + part.begin, first + part.end};
+    };
+    for (int rank = 0; whole.scales && rank < share_.size; ++rank) check_cut(*whole.weight, "row", of(rank));
+    return rows(whole, of(share_.rank));
+}
+
+MatrixPart Weights::share_columns(const MatrixPart& whole) {
+    if (share_.size == 1) return whole;
+    const std::int64_t count = whole.weight->shape[1];
+    for (int rank = 0; whole.scales && rank < share_.size; ++rank) check_cut(*whole.weight, "column", Share{rank, share_.size}.of(count));
+    const Range mine = share_.of(count);
+    if (!whole.scales) return {&cut_columns(*whole.weight, mine), nullptr};
+    return {&cut_columns(*whole.weight, mine), &cut_columns(*whole.scales, {mine.begin / fp8_block, (mine.end + fp8_block - 1) / fp8_block})};
 }
 
 std::vector<float> Weights::floats(const std::string& name, const std::vector<std::int64_t>& shape) {

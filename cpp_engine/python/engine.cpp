@@ -90,6 +90,15 @@ void bind_engine(py::module_& module) {
             },
             py::arg("tokens"), "Make the session hold `tokens`, computed from scratch, and return the logits after each: float32 [len(tokens), vocab_size].")
         .def("warmup", [](QwenEngine& self) { without_gil([&] { self.warmup(); }); }, "Run a step of each kind, so that the first request does not wait for memory. Empties the session.")
+        .def("follow", [](QwenEngine& self) { without_gil([&] { self.follow(); }); },
+             "On another rank than 0: compute what rank 0 orders, until it dismisses this one. Error where a rank is lost.")
+        .def("dismiss", [](QwenEngine& self) {
+                 const py::gil_scoped_release released;  // while Python shuts down too, as a scheduler's stop
+                 self.dismiss();
+             },
+             "On rank 0: tell the other ranks that it stops. Stop its scheduler before.")
+        .def("abandon", [](QwenEngine& self, const std::string& reason) { self.abandon(reason); }, py::arg("reason"),
+             "From any thread: another rank is lost. A step under way fails with `reason`, and so does every later one.")
         .def("reset", [](QwenEngine& self) { without_gil([&] { self.reset(); }); }, "Empty the session and its prefix cache.")
         .def_property_readonly("num_tokens", [](QwenEngine& self) { return without_gil([&] { return self.num_tokens(); }); }, "tokens that the session holds")
         .def_property_readonly("cached_tokens", [](QwenEngine& self) { return without_gil([&] { return self.cached_tokens(); }); },

@@ -15,6 +15,9 @@ void bind_options(py::module_& module) {
         .field("num_threads", &Options::num_threads, "of the CPU device; 0 is every core that the process may use")
         .field("prefill_chunk_tokens", &Options::prefill_chunk_tokens, "most prompt tokens a step; 0 computes each prompt in one step")
         .field("enable_prefix_caching", &Options::enable_prefix_caching, "reuse what prompts have in common")
+        .field("tensor_parallel_size", &Options::tensor_parallel_size, "ranks that share the model, each a process of this machine with an engine of its own")
+        .field("tensor_parallel_rank", &Options::tensor_parallel_rank, "this one; rank 0 takes requests, the others follow()")
+        .field("rendezvous_dir", &Options::rendezvous_dir, "of this run alone, where ranks meet")
         .field("seed", &Options::seed, "of requests without a seed of their own, repeatable in their order of arrival");
 
     using Caps = EngineCaps;

@@ -34,6 +34,9 @@ class QwenEngineOptions:
     num_threads: int
     prefill_chunk_tokens: int
     enable_prefix_caching: bool
+    tensor_parallel_size: int
+    tensor_parallel_rank: int
+    rendezvous_dir: str
     seed: int
     def __init__(
         self,
@@ -47,6 +50,9 @@ class QwenEngineOptions:
         num_threads: int = 0,
         prefill_chunk_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_rank: int = 0,
+        rendezvous_dir: str = "",
         seed: int = 0,
     ) -> None: ...
 
@@ -137,6 +143,9 @@ class QwenEngine:
     def verify(self, tokens: TokenIds) -> list[int]: ...
     def logits(self, tokens: TokenIds) -> npt.NDArray[np.float32]: ...
     def warmup(self) -> None: ...
+    def follow(self) -> None: ...
+    def dismiss(self) -> None: ...
+    def abandon(self, reason: str) -> None: ...
     def reset(self) -> None: ...
     @property
     def num_tokens(self) -> int: ...
@@ -171,6 +180,9 @@ class PersistentOptions(QwenEngineOptions):
         num_threads: int = 0,
         prefill_chunk_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_rank: int = 0,
+        rendezvous_dir: str = "",
         seed: int = 0,
         warmup: bool = True,
     ) -> None: ...

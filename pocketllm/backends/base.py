@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pocketllm.parallel.rank import Rank
+
 EngineFinishReason = Literal["stop", "length", "cancelled", "error"]
 HealthState = Literal["loading", "ready", "dead", "closed"]
 
@@ -244,10 +246,12 @@ class Backend(ABC):
     Attributes:
         DECLARES: the flags of Capabilities that are true of each loaded plane of this kind, where they are false by default.
         on_death: told why, on a thread of the plane, when the engine of a plane with several ranks has died of itself; may be set at any time.
+        rank: this process among several ranks, set before `load` by who started the others; None looks into the environment.
     """
 
     DECLARES: ClassVar[frozenset[str]] = frozenset()
     on_death: Callable[[str], None] | None = None
+    rank: Rank | None = None
 
     @property
     @abstractmethod

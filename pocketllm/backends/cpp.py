@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pocketllm.backends.base import (
@@ -20,13 +19,13 @@ from pocketllm.backends.base import (
     LoadProgress,
     ProgressCallback,
     StepCallback,
-    StepOutput,
-    TokenLogprobs,
 )
+from pocketllm.backends.native_engine import NativeEngine, translate
 from pocketllm.backends.terms import check_request, check_threads, context_length, read_backend_options
 from pocketllm.checkpoint import Checkpoint
 from pocketllm.config import EngineArgs
-from pocketllm.errors import BackendUnavailableError, ConfigurationError, PocketLLMError, UnsupportedFeatureError
+from pocketllm.errors import BackendUnavailableError, ConfigurationError, UnsupportedFeatureError
+from pocketllm.parallel.rank import DIRECTORY, Rank
 
 if TYPE_CHECKING:
     import pocketllm_cpp
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 _MAX_INT = 2**31 - 1  # of the native module's whole numbers
 _DEFAULT_CHUNK = 512  # prompt tokens a step
 _GPU_CHUNK = 2048  # larger steps are hardly faster, and answers wait for them
-# The native engine's words for what EngineArgs and requests call otherwise.
-_FIELDS = {"max_new_tokens": "max_tokens", "prompt_token_ids": "prompt", "prompt_tokens": "prompt", "checkpoint": "model"}
 
 
 class CppBackend(Backend):
@@ -59,7 +56,8 @@ class CppBackend(Backend):
         self._checkpoint = checkpoint
         self._options = _Options.read(args, int(checkpoint.config["vocab_size"]))
         self._context_length = context_length(args, checkpoint)
-        self._engine: _Engine | None = None
+        self._chunk = _DEFAULT_CHUNK if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens  # on the CPU
+        self._engine: NativeEngine | None = None
         self._closed = False
         self._replaced_eos: frozenset[int] = frozenset()  # by backend_options
         self._fallback_eos: frozenset[int] = frozenset()  # of the tokenizer, where the checkpoint names none
@@ -72,37 +70,21 @@ class CppBackend(Backend):
         return self._capabilities
 
     def load(self, progress: ProgressCallback) -> None:
-        progress(LoadProgress(0.0, "importing the native engine"))
-        native = import_native()
-
-        def report(fraction: float, message: str) -> None:
-            self._check_open()
-            progress(LoadProgress(fraction, message))
-
-        args = self._args
-        device = native.linked_devices()[0] if args.device == "auto" else args.device
-        usual = _GPU_CHUNK if device.startswith("cuda") else _DEFAULT_CHUNK
-        chunk = usual if args.prefill_chunk_tokens is None else args.prefill_chunk_tokens
-        options = native.QwenEngineOptions(
-            device=args.device,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            max_model_len=args.max_model_len or 0,
-            max_batch_size=min(args.max_batch_size or 0, _MAX_INT),
-            kv_cache_memory=args.kv_cache_bytes or 0,
-            num_threads=self._options.num_threads,
-            prefill_chunk_tokens=min(chunk, _MAX_INT),
-            enable_prefix_caching=args.enable_prefix_caching,
-        )
+        native, loaded = self._load_native(progress)
         try:
-            loaded = native.QwenEngine.load(str(self._checkpoint.path), options, report)
             self._check_open()
             loaded.warmup()
             caps = loaded.capabilities()
             scheduler = native.QwenBatchScheduler(loaded, caps.max_slots)
         except native.Error as error:
             raise translate(error) from None
-        self._engine = engine = _Engine(scheduler)
+        say_death = weakref.WeakMethod(self._say_death)  # else the native engine's thread would keep this backend, which would then never be dropped
+
+        def on_death(reason: str) -> None:
+            if (say := say_death()) is not None:
+                say(reason)
+
+        self._engine = engine = NativeEngine(loaded, scheduler, on_death)
         # Whoever drops this backend without closing it still stops the thread.
         weakref.finalize(self, engine.close)
         config = loaded.config
@@ -118,7 +100,7 @@ class CppBackend(Backend):
             per_request_sampling=caps.per_request_sampling,
             per_request_top_k=caps.per_request_top_k,
             continuous_batching=caps.continuous_batching,
-            chunked_prefill=caps.chunked_prefill and chunk > 0,
+            chunked_prefill=caps.chunked_prefill and self._chunk > 0,
             paged_kv=caps.paged_kv,
             prefix_caching=caps.prefix_caching,
             logprobs=caps.max_logprobs >= MAX_LOGPROBS,
@@ -150,6 +132,49 @@ class CppBackend(Backend):
             logger.warning("%s", limit)
         progress(LoadProgress(1.0, "ready"))
 
+    def follow(self, progress: ProgressCallback, on_ready: Callable[[], None]) -> None:
+        native, loaded = self._load_native(progress)
+        on_ready()
+        try:
+            loaded.follow()
+        except native.Error as error:
+            raise translate(error) from None
+
+    def _load_native(self, progress: ProgressCallback) -> tuple[Any, pocketllm_cpp.QwenEngine]:
+        """The native module, and the model on it."""
+        progress(LoadProgress(0.0, "importing the native engine"))
+        native = import_native()
+
+        def report(fraction: float, message: str) -> None:
+            self._check_open()
+            progress(LoadProgress(fraction, message))
+
+        args = self._args
+        rank = None if args.tensor_parallel_size == 1 else shared_memory_rank(self.rank or Rank.from_environment(args))
+        device = native.linked_devices()[0] if args.device == "auto" else args.device
+        if rank is not None and device == "cuda":
+            device = f"cuda:{rank.local_index}"
+        if args.prefill_chunk_tokens is None and device.startswith("cuda"):
+            self._chunk = _GPU_CHUNK
+        options = native.QwenEngineOptions(
+            device=args.device if rank is None else device,
+            dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
+            max_model_len=args.max_model_len or 0,
+            max_batch_size=min(args.max_batch_size or 0, _MAX_INT),
+            kv_cache_memory=args.kv_cache_bytes or 0,
+            num_threads=self._options.num_threads,
+            prefill_chunk_tokens=min(self._chunk, _MAX_INT),
+            enable_prefix_caching=args.enable_prefix_caching,
+            tensor_parallel_size=args.tensor_parallel_size,
+            tensor_parallel_rank=0 if rank is None else rank.index,
+            rendezvous_dir="" if rank is None else str(rank.directory),
+        )
+        try:
+            return native, native.QwenEngine.load(str(self._checkpoint.path), options, report)
+        except native.Error as error:
+            raise translate(error) from None
+
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:
         if self._engine is None:
             state = "The engine is closed: it takes no more requests." if self._closed else "The model is still loading: try again when /ready answers 200."
@@ -180,122 +205,19 @@ class CppBackend(Backend):
         if self._engine is not None:
             self._engine.close()
 
+    def abandon(self, reason: str) -> None:
+        if self._engine is None or self._args.tensor_parallel_size == 1:
+            self.close()
+        else:
+            self._engine.abandon(reason)
+
+    def _say_death(self, reason: str) -> None:
+        if self.on_death is not None and self._args.tensor_parallel_size > 1:
+            self.on_death(reason)
+
     def _check_open(self) -> None:
         if self._closed:
             raise BackendUnavailableError("The engine was closed while the model loaded.")
-
-
-@dataclass(slots=True)
-class _ActiveRequest:
-    native_id: int | None = None  # None until submit_request returned it
-    is_cancelled: bool = False  # before that
-
-
-class _Engine:
-    """A running scheduler, whose requests have the door's ids. It knows no backend, so that a backend which is dropped can stop it."""
-
-    def __init__(self, scheduler: pocketllm_cpp.QwenBatchScheduler) -> None:
-        self._scheduler = scheduler
-        self._lock = threading.Lock()
-        self._active: dict[str, _ActiveRequest] = {}  # it and what it holds are guarded by _lock
-
-    def submit(self, request: EngineRequest, eos: frozenset[int], on_step: StepCallback) -> None:
-        import pocketllm_cpp as native
-
-        request_id = request.request_id
-        sampling = native.QwenBatchSamplingParams(
-            max_new_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            stop_token_ids=sorted(eos),
-            logprobs=request.logprobs,
-            constraint=request.constraint,
-            terms=None if request.terms is None else native.LogitTerms(**{field.name: getattr(request.terms, field.name) for field in fields(request.terms)}),
-            priority=request.priority,
-            prompt_logprobs=request.prompt_logprobs,
-        )
-        with self._lock:
-            if request_id in self._active:
-                raise ConfigurationError(
-                    f'"request_id" = {request_id!r} belongs to a request that is still active: send another id, or leave it out.', param="request_id"
-                )
-            self._active[request_id] = active = _ActiveRequest()
-        try:
-            native_id = self._scheduler.submit_request(request.prompt_token_ids, sampling, callback=_ignore, on_step=self._listener(request_id, on_step))
-        except BaseException as error:
-            with self._lock:
-                del self._active[request_id]
-            if isinstance(error, native.Error):
-                raise translate(error) from None
-            raise
-        with self._lock:
-            active.native_id = native_id
-        if active.is_cancelled:
-            self._scheduler.cancel(native_id)
-
-    def cancel(self, request_id: str) -> bool:
-        with self._lock:
-            active = self._active.get(request_id)
-            if active is None:
-                return False
-            if active.native_id is None:
-                active.is_cancelled = True
-                return True
-        return self._scheduler.cancel(active.native_id)
-
-    def health(self) -> Health:
-        if (failure := self._scheduler.failure) is not None:
-            return Health("dead", f"a step failed: {failure}")
-        return Health("closed" if self._scheduler.is_stopped else "ready")
-
-    def stats(self) -> EngineStats:
-        found = self._scheduler.stats()
-        return EngineStats(
-            **{field.name: getattr(found, field.name) for field in fields(EngineStats) if not field.name.startswith("expert_")}
-        )  # it has no experts
-
-    def close(self) -> None:
-        self._scheduler.stop()
-
-    def _listener(self, request_id: str, on_step: StepCallback) -> Callable[[pocketllm_cpp.QwenBatchStep], None]:
-        def listen(step: pocketllm_cpp.QwenBatchStep) -> None:
-            finish, error = step.finish_reason, step.error
-            if finish is not None:
-                with self._lock:
-                    del self._active[request_id]
-                if error is not None and not isinstance(error, PocketLLMError):
-                    error = self._row_error(error)
-            try:
-                on_step(
-                    StepOutput(
-                        request_id,
-                        tuple(step.token_ids),
-                        step.num_generated,
-                        finish,
-                        step.cached_tokens,
-                        error,
-                        _ranks(step.logprobs),
-                        _ranks(step.prompt_logprobs),
-                    )
-                )
-            except Exception:
-                self.cancel(request_id)  # nobody listens to the rest of it
-                raise
-
-        return listen
-
-    def _row_error(self, error: BaseException) -> BaseException:
-        import pocketllm_cpp as native
-
-        if self._scheduler.failure is not None:
-            return BackendUnavailableError(f"The engine failed: {error}. Restart the server.")
-        return translate(error) if isinstance(error, native.Error) else error
-
-
-def _ranks(found: Sequence[pocketllm_cpp.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(one.logprob, tuple(one.top)) for one in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +269,26 @@ def import_native() -> Any:
     return pocketllm_cpp
 
 
+def shared_memory_rank(rank: Rank) -> Rank:
+    """`rank`, which meets the others in a directory.
+
+    Raises:
+        UnsupportedFeatureError: the ranks are on several machines. ConfigurationError: they have no directory.
+    """
+    if rank.local_size != rank.size:
+        raise UnsupportedFeatureError(
+            f'"tensor_parallel_size" = {rank.size} over several machines is not supported on the cpp plane, whose ranks share memory: send backend "torch".',
+            param="tensor_parallel_size",
+        )
+    if rank.directory is None:
+        raise ConfigurationError(
+            f"rank {rank.index} of {rank.size} has no directory to meet the others in: set {DIRECTORY} to one of this run alone, the same for each rank, "
+            'as pocketllm serve does, or send backend "torch".',
+            param="tensor_parallel_rank",
+        )
+    return rank
+
+
 def resolve_eos(replaced: frozenset[int], config: pocketllm_cpp.QwenConfig, checkpoint: Checkpoint) -> tuple[frozenset[int], str]:
     """The ids that end an answer, and who named them: backend_options, the native engine, the checkpoint's files, or its tokenizer.
 
@@ -363,16 +305,6 @@ def resolve_eos(replaced: frozenset[int], config: pocketllm_cpp.QwenConfig, chec
     return frozenset(), "none"
 
 
-def translate(error: Any) -> PocketLLMError:
-    """The project's error for one of the native engine's."""
-    message, param = str(error), None if error.field is None else _FIELDS.get(error.field, error.field)
-    if error.kind == "unsupported":
-        return UnsupportedFeatureError(message, param=param)
-    if error.kind == "configuration":
-        return ConfigurationError(message, param=param)
-    return BackendUnavailableError(message, param=param)
-
-
 def _tokenizer_eos(checkpoint: Checkpoint) -> int | None:
     from pocketllm.text.tokenizer import load_tokenizer
 
@@ -385,7 +317,3 @@ def _tokenizer_eos(checkpoint: Checkpoint) -> int | None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _ignore(_result: pocketllm_cpp.QwenBatchResult) -> None:
-    """on_step has told it all."""

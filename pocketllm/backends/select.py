@@ -92,10 +92,6 @@ def select_backend(args: EngineArgs, checkpoint: Checkpoint) -> Backend:
     if args.backend == "cpp" and not cpp.runs:
         raise UnsupportedFeatureError(f'"backend" = "cpp" does not run {checkpoint.path}: {cpp.reason}. Send "torch", or leave it out.', param="backend")
     if args.backend == "cpp" or (args.backend == "auto" and cpp.runs and not _asks_for_torch(args)):
-        if args.tensor_parallel_size > 1:
-            raise UnsupportedFeatureError(
-                f'"tensor_parallel_size" = {args.tensor_parallel_size} is not supported on the cpp plane yet: send backend "torch".', param="backend"
-            )
         from pocketllm.backends.cpp import CppBackend
 
         return CppBackend(args, checkpoint)

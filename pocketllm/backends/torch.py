@@ -111,21 +111,26 @@ class TorchBackend(Backend):
         from pocketllm.torch_engine.gpu_plane import load_on_gpu, resolve_device
         from pocketllm.torch_engine.plane import Order, load_on_cpu
 
-        rank = Rank.from_environment(self._args) if self._args.tensor_parallel_size > 1 else None
+        rank = (self.rank or Rank.from_environment(self._args)) if self._args.tensor_parallel_size > 1 else None
         device, group, num_threads = resolve_device(self._args.device, rank), None, self._options.num_threads
         if rank is not None:
             from pocketllm.torch_engine.rank_group import RankGroup
 
             progress(LoadProgress(0.0, f"waiting for the other ranks of {rank.size}"))
-            group = RankGroup(rank, device)
+            group = RankGroup(rank, device, check_open)
             if "num_threads" not in self._args.backend_options:
                 num_threads = max(1, num_threads // rank.local_size)
         order = Order(self._args, self._checkpoint, self._context_length, progress, check_open, group)
-        if device.type == "cpu":
-            plane = load_on_cpu(order, num_threads, native_kernels=self._options.native_kernels)
-        else:
-            plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
-        order.agreed(0)  # every rank has loaded its part
+        try:
+            if device.type == "cpu":
+                plane = load_on_cpu(order, num_threads, native_kernels=self._options.native_kernels)
+            else:
+                plane = load_on_gpu(order, device, cuda_graphs=self._options.cuda_graphs)
+            order.agreed(0)  # every rank has loaded its part
+        except BaseException:
+            if group is not None:
+                group.close()  # else the others wait for this one
+            raise
         return plane, group
 
     def submit(self, request: EngineRequest, on_step: StepCallback) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 
 from pocketllm.backends.base import LoadProgress, ProgressCallback
 from pocketllm.cli.exit import exit_while_loading
@@ -67,12 +70,34 @@ def _supervise(engine_args: EngineArgs, server_args: ServerArgs, supervisor_args
     from pocketllm.backends.open import open_backend
     from pocketllm.parallel.supervisor import Supervisor
 
-    with ProgressLine() as line:
-        open_backend(engine_args, line)
-    options = [*spell_options(engine_args), *spell_options(server_args, leave_out=("api_key",)), "--no-tensor-parallel-supervisor"]
-    command = [sys.executable, "-m", "pocketllm", "serve", *options]
-    secrets = {} if server_args.api_key is None else {"POCKETLLM_API_KEY": server_args.api_key}  # arguments are everybody's to read
-    return Supervisor(supervisor_args, engine_args.tensor_parallel_size, command, server_args.shutdown_timeout + _CLOSING, secrets).run()
+    with _stoppable():
+        with ProgressLine() as line:
+            open_backend(engine_args, line)
+        options = [*spell_options(engine_args), *spell_options(server_args, leave_out=("api_key",)), "--no-tensor-parallel-supervisor"]
+        command = [sys.executable, "-m", "pocketllm", "serve", *options]
+        secrets = {} if server_args.api_key is None else {"POCKETLLM_API_KEY": server_args.api_key}  # arguments are everybody's to read
+        return Supervisor(supervisor_args, engine_args.tensor_parallel_size, command, server_args.shutdown_timeout + _CLOSING, secrets).run()
+    return 0
+
+
+class _StoppedError(BaseException):
+    """A signal came before there were ranks."""
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM end the block; the supervisor has handlers of its own while it runs."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _StoppedError
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.suppress(_StoppedError):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs, link: RankLink | None) -> int:

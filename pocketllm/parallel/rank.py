@@ -98,6 +98,12 @@ class Rank:
         )
 
 
+def has_launcher(args: EngineArgs) -> bool:
+    """Whether somebody has started this process as a rank, or its user says that it is one."""
+    found = env.variables(NAMES)
+    return args.tensor_parallel_rank > 0 or _MASTER_PORT in found or any(name in found for name in _RANKS)
+
+
 def names_a_rank() -> bool:
     """Whether a launcher has made this process one of several ranks."""
     found = env.variables(NAMES)

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from pocketllm.parallel.rank import Rank
+from pocketllm.errors import ConfigurationError
+from pocketllm.parallel.rank import CONTROL_FD, Rank
 
 Lost = Callable[[str], None]
 
@@ -25,6 +26,9 @@ class RankLink:
 
     Args:
         rank: this process.
+
+    Raises:
+        ConfigurationError: the environment names a channel that is not there, such as that of a rank which has ended.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -37,8 +41,14 @@ class RankLink:
         if rank.control_fd is None:
             self._started.set()
             return
-        os.set_inheritable(rank.control_fd, False)  # else what this process starts would keep the channel open after it
-        self._channel = socket.socket(fileno=rank.control_fd)
+        try:
+            os.set_inheritable(rank.control_fd, False)  # else what this process starts would keep the channel open after it
+            self._channel = socket.socket(fileno=rank.control_fd)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The variable {CONTROL_FD} = {rank.control_fd} names no socket of this process ({error.strerror}): unset it; only a supervisor sets it, for "
+                "the ranks that it starts."
+            ) from None
         threading.Thread(target=self._listen, args=(self._channel,), name="pocketllm-rank-link", daemon=True).start()
 
     def ready(self) -> None:

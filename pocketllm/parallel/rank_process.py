@@ -26,8 +26,9 @@ class RankProcess:
         index: its rank.
         command: program and arguments; no shell reads them.
         variables: what its environment has besides the supervisor's; None takes a variable out.
-        control: the rank's end of the channel, which is closed here.
         channel: the supervisor's end.
+        control: the rank's end of the channel, which is closed here.
+        prints: what it says is printed, tagged with its rank.
 
     Attributes:
         is_ready: it has said so.
@@ -35,8 +36,11 @@ class RankProcess:
         ended_at: when its end was noticed, or None.
     """
 
-    def __init__(self, index: int, command: Sequence[str], variables: Mapping[str, str | None], channel: socket.socket, control: socket.socket) -> None:
+    def __init__(
+        self, index: int, command: Sequence[str], variables: Mapping[str, str | None], channel: socket.socket, control: socket.socket, *, prints: bool = True
+    ) -> None:
         self.index = index
+        self._prints = prints
         self.is_ready = False
         self.failure: str | None = None
         self.ended_at: float | None = None
@@ -65,12 +69,13 @@ class RankProcess:
         selector.register(self._channel, selectors.EVENT_READ)
 
     def read(self, selector: selectors.BaseSelector) -> None:
-        """Take what it has said since, print it with its rank, and drop from `selector` what it has closed."""
+        """Take what it has said since, print it, and drop from `selector` what it has closed."""
         for output in self._outputs:
             lines, is_open = output.read()
             for line in lines:
                 self._tail.append(line)
-                print(f"[rank {self.index}] {line}", file=output.target, flush=True)
+                if self._prints:
+                    print(f"[rank {self.index}] {line}", file=output.target, flush=True)
             if not is_open:
                 _forget(selector, output.pipe)
         try:

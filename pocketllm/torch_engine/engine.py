@@ -41,11 +41,12 @@ class Engine:
 
     def __init__(self, build: Build, on_death: Callable[[str], None] | None = None) -> None:
         self._on_death = on_death
-        self._is_abandoned = False
+        self._loss: str | None = None  # of another rank, once it is known
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # guarded by _wake
         self._active: dict[str, Row | None] = {}  # guarded by _wake; None until the loop has queued the request
         self._listeners: dict[str, StepCallback] = {}  # guarded by _wake
+        self._telling = threading.RLock()  # held while a listener is called, so that nothing follows what another thread says at the end
         self._health = Health("loading")
         self._closing = False
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
@@ -125,15 +126,15 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread and not self._is_abandoned:
+        if threading.current_thread() is not self._thread and self._loss is None:
             self._thread.join()
 
     def abandon(self, reason: str) -> None:
         """End every request with an error, from any thread and without waiting for the one that computes, which may never come back."""
         with self._wake:
-            self._closing = self._is_abandoned = True
+            self._closing, self._loss = True, reason
             self._wake.notify()
-        self._end_all(Health("dead", reason), PocketLLMError(reason))
+        self._end_all(Health("dead", reason), None)
 
     def _check_terms(self, request: EngineRequest) -> None:
         """Refuse what would fail in a step, and take every row with it, or wait for blocks for ever."""
@@ -200,7 +201,7 @@ class Engine:
             if flying is not None:
                 self._land(*flying)
         except BaseException as error:  # whatever ended the loop, no row may be left waiting for it
-            if not self._is_abandoned:  # else it is known why
+            if self._loss is None:  # else it is known why
                 logger.exception("The engine failed")
             self._stop(Health("dead", f"a step failed with {type(error).__name__}: {error}"), error)
             self._let_go(runner, error)
@@ -212,7 +213,7 @@ class Engine:
 
     def _let_go(self, runner: Runner, error: BaseException | None) -> None:
         """End the runner; a death is told to whoever wants to know."""
-        if self._is_abandoned:  # the other ranks are ended by who told of the loss
+        if self._loss is not None:  # the other ranks are ended by who told of the loss
             return
         if error is not None and self._on_death is not None:
             self._on_death(self._health.detail)  # before a close that may wait for ranks that don't come
@@ -286,17 +287,18 @@ class Engine:
         self._emit(output)
 
     def _emit(self, output: StepOutput) -> None:
-        with self._wake:
-            listener = self._listeners.get(output.request_id)
-            if listener is None:  # it was abandoned while this was computed
-                return
-            if output.finish_reason is not None:
-                del self._active[output.request_id], self._listeners[output.request_id]
-        try:
-            listener(output)
-        except Exception:
-            logger.exception("The listener of request %s failed; the request is cancelled", output.request_id)
-            self.cancel(output.request_id)
+        with self._telling:
+            with self._wake:
+                listener = self._listeners.get(output.request_id)
+                if listener is None:  # it was abandoned while this was computed
+                    return
+                if output.finish_reason is not None:
+                    del self._active[output.request_id], self._listeners[output.request_id]
+            try:
+                listener(output)
+            except Exception:
+                logger.exception("The listener of request %s failed; the request is cancelled", output.request_id)
+                self.cancel(output.request_id)
 
     def _stop(self, health: Health, error: BaseException | None) -> None:
         """End every request and refuse new ones."""
@@ -310,6 +312,8 @@ class Engine:
 
     def _end_all(self, health: Health, error: BaseException | None) -> None:
         with self._wake:
+            if self._loss is not None:  # whichever thread comes first
+                health, error = Health("dead", self._loss), PocketLLMError(self._loss)
             if self._health.state in ("loading", "ready"):  # else it stays as it is
                 self._health = health
             request_ids = list(self._active)

@@ -259,6 +259,13 @@ def _choose_chunk(order: Order, model: Model, shape: CacheShape, device: torch.d
             step_bytes = max(0, step_bytes - (room - experts.room))
             room = experts.room
         can_shrink = asked is None and num_tokens > _LEAST_CHUNK
+        if step_bytes is None and order.group is not None:
+            # The other ranks may be in the middle of the step, where nothing that this one says reaches them: it ends, which does.
+            raise ConfigurationError(
+                f"A step of {num_tokens} prompt tokens does not fit into the memory of {device} beside the weights: set prefill_chunk_tokens to "
+                f"{max(1, num_tokens // 2)} or less, or lower max_model_len.",
+                param="prefill_chunk_tokens",
+            )
         spare = _FAILED if step_bytes is None else _free_for_caches(device, room) // 4 - step_bytes
         spare = order.agreed(spare)
         if step_bytes is not None and spare != _FAILED and not (can_shrink and spare < 0):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +33,19 @@ class RankGroup:
     Args:
         rank: this process and where it meets the others; returns once all are there.
         device: of the tensors that are summed and gathered.
+        check: called now and then while the ranks meet in a directory; raises to end that.
 
     Raises:
         ConfigurationError: the ranks can't meet where `rank` says.
     """
 
-    def __init__(self, rank: Rank, device: torch.device) -> None:
+    def __init__(self, rank: Rank, device: torch.device, check: Callable[[], None] = lambda: None) -> None:
         self.rank, self.share = rank, Share(rank.index, rank.size)
         if rank.master is not None:
             meeting: dict[str, Any] = {"init_method": f"tcp://{rank.master[0]}:{rank.master[1]}"}  # of torchrun's own store, where it has one
         else:
             assert rank.directory is not None, "Rank.from_environment has seen to that"
+            _await_all(rank, rank.directory, check)
             meeting = {"store": dist.FileStore(str(rank.directory / "store"), rank.size)}  # type: ignore[attr-defined]
         if device.type == "cuda":
             meeting["device_id"] = device
@@ -129,6 +133,15 @@ class RankGroup:
             yield
         except RuntimeError as error:
             raise BackendUnavailableError(f"another of the {self.share.size} ranks is lost ({_first_sentence(error)})") from error
+
+
+def _await_all(rank: Rank, directory: Path, check: Callable[[], None]) -> None:
+    """Return once every rank has come to `directory`: torch would wait for those that never come without end, and nothing could end that."""
+    notes = [directory / f"here-{index}" for index in range(rank.size)]
+    notes[rank.index].touch()
+    while not all(note.exists() for note in notes):
+        check()
+        time.sleep(0.01)
 
 
 def _first_sentence(error: Exception) -> str:

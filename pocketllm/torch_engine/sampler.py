@@ -67,7 +67,8 @@ def sample(
         if row in edits:
             own = edited(own, edits[row])
         if row in masks:
-            own = own + bias(masks[row], own.shape[0])
+            forbids = bias(masks[row], own.shape[0])
+            own = own.add_(forbids) if row in edits else own + forbids
         if is_changed:
             largest, greedy_id = own.max(dim=-1)
             ids[row] = int(greedy_id) if math.isfinite(largest) else None
@@ -117,11 +118,13 @@ class Candidates:
         values: [num_candidates] float64, their logits divided by the temperature; the largest is 0.
         ids: [num_candidates] int64.
         log_total: logarithm of the sum of exp(value) over all ids.
+        is_all: no other id can be drawn, and log_total is not read.
     """
 
     values: torch.Tensor
     ids: torch.Tensor
     log_total: float
+    is_all: bool = False
 
 
 def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled: torch.Tensor | None) -> int | None:
@@ -132,7 +135,7 @@ def draw_among(candidates: Candidates, request: EngineRequest, draw: int, scaled
         scaled: [vocab_size] float64, `values` of all ids; None where they are not at hand, and then the result is None where they decide.
     """
     values, ids = candidates.values, candidates.ids
-    is_cut = 0 < request.top_k <= values.shape[0]
+    is_cut = candidates.is_all or 0 < request.top_k <= values.shape[0]
     total = float(values.logsumexp(dim=-1)) if is_cut else candidates.log_total
     mass = 1.0 if is_cut else float((values - total).exp().sum())
     rest = 0.0 if is_cut or request.top_p < 1 else max(0.0, 1.0 - mass)
@@ -162,11 +165,19 @@ def _draw(logits: torch.Tensor, request: EngineRequest, draw: int) -> int:
     The largest logit is 0, so that the smallest temperature does not overflow.
     """
     scaled = logits / request.temperature
-    if (min_p := min_p_of(request)) > 0:
-        scaled[scaled < math.log(min_p)] = -math.inf
     vocab_size = scaled.shape[0]
     is_cut = 0 < request.top_k < vocab_size
     values, ids = scaled.topk(request.top_k if is_cut else min(CANDIDATES, vocab_size))
-    token_id = draw_among(Candidates(values, ids, 0.0 if is_cut else float(scaled.logsumexp(dim=-1))), request, draw, scaled)
+    likely = vocab_size
+    if (min_p := min_p_of(request)) > 0:
+        lowest = math.log(min_p)
+        likely = int((values >= lowest).sum())
+        if likely == values.shape[0] and not is_cut:  # there may be more
+            scaled.masked_fill_(scaled < lowest, -math.inf)
+    if likely < values.shape[0]:
+        candidates = Candidates(values[:likely], ids[:likely], 0.0, is_all=True)
+    else:
+        candidates = Candidates(values, ids, 0.0 if is_cut else float(scaled.logsumexp(dim=-1)))
+    token_id = draw_among(candidates, request, draw, scaled)
     assert token_id is not None, "all logits are at hand"
     return token_id

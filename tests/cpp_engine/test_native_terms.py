@@ -123,6 +123,6 @@ def test_terms_out_of_range_are_refused_by_name(model: tuple[Path, PreTrainedMod
     engine = native.QwenEngine(str(model[0]), native.QwenEngineOptions(dtype="float32", num_threads=1, max_batch_size=1, max_model_len=32))
     scheduler = native.QwenBatchScheduler(engine, 1)
     with pytest.raises(native.Error, match=f'"{name}" = ') as caught:
-        scheduler.submit_request([1], native.QwenBatchSamplingParams(terms=native.LogitTerms(**fields)))
+        scheduler.submit_request([1], native.QwenBatchSamplingParams(max_new_tokens=4, terms=native.LogitTerms(**fields)))
     assert caught.value.field == name
     scheduler.stop()

@@ -222,7 +222,8 @@ def test_stubs_have_every_name(native: Any) -> None:
     tree = ast.parse((Path(__file__).resolve().parents[2] / "cpp_engine" / "python" / "pocketllm_cpp.pyi").read_text())
     only_types = {"TokenIds", "FinishReason", "TokenConstraint"}
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and node.name not in only_types}
-    assert {name for name in vars(native) if not name.startswith("_")} == {*classes, "backend"}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in vars(native) if not name.startswith("_")} == {*classes, *functions, "backend"}
     for name, node in classes.items():
         if name == "Error":
             continue

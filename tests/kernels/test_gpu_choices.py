@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,4 +159,12 @@ def test_a_step_that_nobody_asked_for_leaves_memory_to_the_caches(
 def test_a_step_that_does_not_fit_is_refused(options: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=says) as caught:
         chosen_chunk(monkeypatch, order(tmp_path, **options), 0, 1)
+    assert caught.value.param == "prefill_chunk_tokens"
+
+
+def test_a_rank_whose_step_fails_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of that step, so that asking them anything would wait for the end of the start."""
+    group: Any = object()  # which can be asked nothing
+    with pytest.raises(ConfigurationError, match=r"A step of 8192 prompt tokens does not fit .*: set prefill_chunk_tokens to 4096 or less") as caught:
+        chosen_chunk(monkeypatch, replace(order(tmp_path), group=group), 2**40, 1)
     assert caught.value.param == "prefill_chunk_tokens"

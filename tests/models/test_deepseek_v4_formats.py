@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pocketllm.errors import ConfigurationError, UnsupportedFeatureError
 from pocketllm.torch_engine import gpu_plane
 from pocketllm.torch_engine.expert_placement import built_bytes, expert_cache
 from pocketllm.torch_engine.layers.expert_cache import ExpertCache
+from pocketllm.torch_engine.models.deepseek_v4_names import predictor_names
 from pocketllm.torch_engine.plane import Order
 from pocketllm.torch_engine.weights import Weights
 from tests.models.plane import check_greedy, generate, opened
@@ -138,6 +140,16 @@ def test_sizes_of_the_cache(memory: str | None, budget: int, fp4: tuple[Path, An
     assert cache is not None
     assert cache.budget == budget
     assert ("every step reads them from the file" in caplog.text) == (budget < 4 * 3 * 3 * 64 * 64 * 4)
+
+
+def test_layers_that_predict_further_tokens(fp4: tuple[Path, Any]) -> None:
+    """In a GGUF as many as it says, behind the others; a layer beyond them is left over, and so named."""
+    checkpoint = open_checkpoint(fp4[0])
+    tensors = tuple(replace(checkpoint.tensors[0], name=name) for name in ("blk.1.a", "blk.2.a", "blk.3.a", "output.weight"))
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    assert predictor_names(replace(checkpoint, tensors=tensors, config=config)) == {"blk.2.a"}
+    assert predictor_names(replace(checkpoint, tensors=tensors, config={"num_hidden_layers": 2})) == frozenset()
+    assert predictor_names(checkpoint) == {"mtp.0.e_proj.weight", "mtp.0.norm.weight"}
 
 
 def test_memory_of_a_gpu(fp4: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

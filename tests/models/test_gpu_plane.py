@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pocketllm.backends.base import EngineRequest
+from tests.logit_reference import check_answer, rows_of_terms
 from tests.models.generic_variants import GENERIC_VARIANTS
-from tests.models.plane import check_greedy
+from tests.models.plane import check_greedy, logits_of
 from tests.models.tiny import PROMPTS, prompt_of
-from tests.models.tiny_qwen3_5 import EXPERTS, write_tiny
+from tests.models.tiny_qwen3_5 import EXPERTS, SIZES, write_tiny
 from tests.models.variants import VARIANTS
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -93,3 +94,15 @@ def test_greedy_ids_in_padded_steps(name: str, tmp_path: Path, monkeypatch: pyte
     answers = list(run(plane, requests(prompts)).values())
     check_greedy(oracle, prompts, answers, NEW_TOKENS)
     assert set(used) == (set() if IS_GPU else set(shapes))
+
+
+@pytest.mark.usefixtures("triton_device")
+def test_rows_with_terms_draw_what_the_oracle_draws(tmp_path: Path) -> None:
+    """Launched ahead of the ids that their terms count, in chunks, beside rows without terms."""
+    write_tiny(tmp_path)
+    rows = rows_of_terms(SIZES["vocab_size"], frozenset({0, 9}), 16 if IS_GPU else 3)
+    rows = rows if IS_GPU else [rows[10], rows[0]]
+    answers = list(run(load(tmp_path, prefill_chunk_tokens=CHUNK, max_batch_size=len(rows)), rows).values())
+    texts = [[*row.prompt_token_ids, *answer] for row, answer in zip(rows, answers, strict=True)]
+    for row, answer, logits in zip(rows, answers, logits_of(tmp_path, texts, 0), strict=True):
+        check_answer(row, answer, len(answer) < row.max_tokens, logits.numpy())

@@ -1,4 +1,4 @@
-"""A rank of the torch plane as a program of its own: computes cases one after another, over several ranks and, on rank 0, alone.
+"""A rank as a program of its own: computes cases one after another, over several ranks and, on rank 0, alone.
 
 python rank_program.py RANK CASES OUTPUT: CASES is JSON, a list of {"path", "size", "directory", "options"}; rank 0 writes answers to OUTPUT.
 """
@@ -45,8 +45,8 @@ def requests(vocab_size: int) -> list[EngineRequest]:
 
 
 def backend_of(path: str, size: int, rank: int, options: dict[str, Any]) -> Any:
-    chosen = {"dtype": "float32", "max_batch_size": 16, "prefill_chunk_tokens": 40, "backend_options": {"num_threads": 1}, **options}
-    args = EngineArgs(backend="torch", device="cpu", tensor_parallel_size=size, tensor_parallel_rank=rank, **chosen)
+    chosen = {"backend": "torch", "dtype": "float32", "max_batch_size": 16, "prefill_chunk_tokens": 40, "backend_options": {"num_threads": 1}, **options}
+    args = EngineArgs(device="cpu", tensor_parallel_size=size, tensor_parallel_rank=rank, **chosen)
     return select_backend(args, open_checkpoint(Path(path)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ WITHIN = 10.0  # seconds until clients know
 ENDED_WITHIN = 40.0  # seconds until everything has ended: 5 for farewells, and what a busy machine takes
 DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 40}
 ROWS = {"type": "array", "items": DIGITS, "minItems": 40}
+NATIVE = pytest.mark.skipif(importlib.util.find_spec("pocketllm_cpp") is None, reason="the native module is not built: build it with scripts/build_native.sh")
+PLANES = ["torch", pytest.param("cpp", marks=NATIVE)]
 # An answer that goes on for a long time.
 STORY = {
     "messages": [{"role": "user", "content": "12+7="}],
@@ -41,11 +44,12 @@ class Group:
     Args:
         parent: the rendezvous directory.
         options: further flags.
+        plane: the backend.
     """
 
-    def __init__(self, parent: Path, *options: Any) -> None:
+    def __init__(self, parent: Path, *options: Any, plane: str = "torch") -> None:
         self.parent = parent
-        shared = ("--model", MODEL, "--backend", "torch", "--device", "cpu", "--tensor-parallel-size", 2, "--tensor-parallel-rendezvous-dir", parent)
+        shared = ("--model", MODEL, "--backend", plane, "--device", "cpu", "--tensor-parallel-size", 2, "--tensor-parallel-rendezvous-dir", parent)
         self.server = serve(*shared, *options)
         self.pids: dict[str, int] = {"supervisor": self.server.process.pid}
 
@@ -92,10 +96,10 @@ def is_running(pid: int) -> bool:
 def start(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     groups: list[Group] = []
 
-    def begin(*options: Any) -> Group:
+    def begin(*options: Any, plane: str = "torch") -> Group:
         parent = tmp_path / "rendezvous"
         parent.mkdir()
-        groups.append(Group(parent, *options))
+        groups.append(Group(parent, *options, plane=plane))
         return groups[-1]
 
     yield begin
@@ -138,9 +142,10 @@ class Reader:
         return str(last["error"]["message"]) if "error" in last else "done"
 
 
+@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("who", ["rank 0", "rank 1", "supervisor"])
-def test_killed_while_loading(start: Callable[..., Group], who: str) -> None:
-    group = start()
+def test_killed_while_loading(start: Callable[..., Group], who: str, plane: str) -> None:
+    group = start(plane=plane)
     group.find_ranks()
     if who != "rank 1":  # held back, so that the model can't be loaded before
         group.send("rank 1", signal.SIGSTOP)
@@ -185,9 +190,9 @@ def test_a_busy_port(start: Callable[..., Group]) -> None:
     assert f"rank 0 ended with exit code 2; it last said: pocketllm: error: port {port} is in use: choose another with --port" in group.error()
 
 
-@pytest.fixture
-def ready(start: Callable[..., Group]) -> tuple[Group, str]:
-    group = start("--shutdown-timeout", 1)
+@pytest.fixture(params=PLANES)
+def ready(start: Callable[..., Group], request: pytest.FixtureRequest) -> tuple[Group, str]:
+    group = start("--shutdown-timeout", 1, plane=request.param)
     url = wait_until_ready(group.server)
     group.find_ranks()
     return group, url

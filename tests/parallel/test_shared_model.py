@@ -1,14 +1,15 @@
-"""Two and three ranks of the torch plane on the CPU give what one gives: ids, draws, log probabilities, masks."""
+"""Two and three ranks of each plane on the CPU give what one gives: ids, draws, log probabilities, masks."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import pytest
@@ -67,6 +68,19 @@ CASES: dict[str, tuple[int, Callable[[Path], Path], dict[str, Any]]] = {
     "qwen3_5-gguf": (2, in_gguf, {}),
     "fp8": (2, in_fp8, {}),
 }
+HYBRID_THIRDS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 16,
+    "intermediate_size": 96,
+}
+if importlib.util.find_spec("pocketllm_cpp") is not None:  # built by scripts/build_native.sh
+    CASES |= {
+        "native-trained": (2, lambda directory: TRAINED, {"backend": "cpp"}),
+        "native-thirds": (3, lambda directory: hybrid(directory, **HYBRID_THIRDS), {"backend": "cpp"}),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +92,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (directory / "run").mkdir()
         cases.append({"path": str(make(directory)), "size": size, "directory": str(directory / "run"), "options": options})
     output = tmp_path_factory.mktemp("answers") / "answers.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # a native module may be in a build tree
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     program = [sys.executable, str(Path(__file__).with_name("rank_program.py"))]
     ranks = [subprocess.Popen([*program, str(rank), json.dumps(cases), str(output)], env=environment, cwd=ROOT) for rank in range(3)]
     try:
@@ -107,11 +122,12 @@ def test_ranks_answer_as_one_does(name: str, computed: dict[str, Any]) -> None:
     assert shared["held to nothing"]["finish"] == "error"
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize(
     ("size", "key", "possible"),
     [(3, "num_attention_heads = 4", "1, 2"), (4, "num_key_value_heads = 2", "1, 2")],
 )
-def test_heads_that_do_not_divide_are_refused_by_name(size: int, key: str, possible: str) -> None:
+def test_heads_that_do_not_divide_are_refused_by_name(size: int, key: str, possible: str, backend: Literal["torch", "cpp"]) -> None:
     with pytest.raises(UnsupportedFeatureError, match=f'"tensor_parallel_size" = {size} does not divide {key} of .*: send one of {possible}\\.') as caught:
-        select_backend(EngineArgs(tensor_parallel_size=size, backend="torch"), open_checkpoint(TRAINED))
+        select_backend(EngineArgs(tensor_parallel_size=size, backend=backend), open_checkpoint(TRAINED))
     assert caught.value.param == "tensor_parallel_size"

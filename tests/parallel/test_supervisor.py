@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from pocketllm.backends.cpp import shared_memory_rank
 from pocketllm.cli.main import main
 from pocketllm.config import EngineArgs, SupervisorArgs
 from pocketllm.errors import ConfigurationError, TensorParallelSupervisorError, UnsupportedFeatureError
@@ -207,18 +208,51 @@ def test_ranks_by_hand_need_a_number_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert Rank.from_environment(EngineArgs(tensor_parallel_size=2)).index == 0
 
 
+def test_ranks_of_the_native_plane_share_memory(tmp_path: Path) -> None:
+    assert shared_memory_rank(Rank(1, 2, 1, 2, tmp_path)).directory == tmp_path
+    with pytest.raises(ConfigurationError, match="rank 1 of 2 has no directory to meet the others in: set POCKETLLM_TP_DIR to one of this run alone"):
+        shared_memory_rank(Rank(1, 2, 1, 2, master=("127.0.0.1", 29500)))
+    with pytest.raises(UnsupportedFeatureError, match=r'"tensor_parallel_size" = 2 over several machines .* send backend "torch"') as caught:
+        shared_memory_rank(Rank(1, 2, 0, 1, tmp_path, master=("10.0.0.1", 29500)))
+    assert caught.value.param == "tensor_parallel_size"
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         (["--tensor-parallel-rank", "1"], "tensor_parallel_rank"),
         (["--no-tensor-parallel-supervisor", "--tensor-parallel-master-port", "29500"], "tensor_parallel_master_port"),
         (["--tensor-parallel-master-addr", "10.0.0.1"], "tensor_parallel_master_addr"),
+        (["--tensor-parallel-master-addr", "", "--tensor-parallel-master-port", "29500"], "tensor_parallel_master_addr"),
     ],
 )
 def test_flags_that_would_be_ignored_are_refused(options: list[str], param: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no-such-model", "--tensor-parallel-size", "2", *options]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert param in line.replace("-", "_")
+
+
+def test_a_channel_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    note = (tmp_path / "note").open("w")
+    for number, what in ((4000, "Bad file descriptor"), (note.fileno(), "Socket operation on non-socket")):
+        for name, value in {"TP_RANK": "1", "TP_WORLD": "2", "POCKETLLM_TP_DIR": str(tmp_path), "POCKETLLM_TP_CONTROL_FD": str(number)}.items():
+            monkeypatch.setenv(name, value)
+        assert main(["serve", "--tensor-parallel-size", "2", "--no-tensor-parallel-supervisor"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"POCKETLLM_TP_CONTROL_FD = {number} names no socket of this process ({what}): unset it" in line
+    note.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_are_ranks_ends_the_command(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("pocketllm.backends.open.open_backend", send)
+    before = signal.getsignal(number)
+    assert main(["serve", "--tensor-parallel-size", "2"]) == 0
+    assert signal.getsignal(number) == before
+    assert children() == []
 
 
 def test_ranks_that_can_not_meet_say_where() -> None:

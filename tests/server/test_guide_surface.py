@@ -181,7 +181,7 @@ def test_empty_keys_and_details_are_left_out(endpoint: Endpoint) -> None:
 def test_a_stream_is_deltas_and_done(endpoint: Endpoint) -> None:
     (response,) = post(endpoint, STREAM)
     found = chunks(response)
-    assert len(found) >= 3
+    assert len(found) >= 2  # text that waits for a busy server comes as one
     for chunk in found:
         assert set(chunk) == {"id", "object", "created", "model", "choices"}
         (choice,) = chunk["choices"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import pytest
 
 from pocketllm.active_request import Prepared
@@ -21,7 +22,6 @@ from pocketllm.errors import (
     ContextLengthExceededError,
     PocketLLMError,
     RequestCancelledError,
-    UnsupportedFeatureError,
 )
 from pocketllm.generation import GenerationService, as_prompts
 from pocketllm.llm import build_requests
@@ -373,11 +373,10 @@ def test_sampling_params_of_another_kind_are_refused(params: Any) -> None:
     assert caught.value.param == "sampling_params"
 
 
-def test_ranks_that_nobody_has_started_are_refused_before_a_model_is_looked_for() -> None:
-    with pytest.raises(
-        UnsupportedFeatureError, match='"tensor_parallel_size" = 2 needs as many processes: use pocketllm serve, which starts them, or torchrun'
-    ):
+def test_no_ranks_are_started_for_a_model_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match=r"no/such/model\.gguf"):
         GenerationService.open(EngineArgs(model="./no/such/model.gguf", tensor_parallel_size=2))
+    assert psutil.Process().children() == []
 
 
 def test_a_template_without_a_place_for_tools_is_said_once(open_service: Open, caplog: pytest.LogCaptureFixture) -> None:

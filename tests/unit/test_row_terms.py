@@ -58,6 +58,11 @@ def test_every_term_reaches_the_row_and_choices_share_them(service: GenerationSe
     assert first.priority == second.priority == -4
 
 
+def test_the_least_penalty_leaves_numbers(service: GenerationService) -> None:
+    (row,) = rows(service, repetition_penalty=1e-300)
+    assert row.terms == LogitTerms(repetition_penalty=1e-6)
+
+
 def test_bad_words_are_kept_out_alone_and_after_a_space() -> None:
     terms = row_terms(SamplingParams(bad_words=["ab", " ab", "b", "cd"]), byte_tokenizer(), 256)
     assert terms is not None

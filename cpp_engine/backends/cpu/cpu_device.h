@@ -36,6 +36,8 @@ public:
                    const Tensor& out) override;
     void take_samples(const Step& step, const Tensor& x, const Tensor& out) override;
     void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) override;
+    bool summarize(const Tensor& logits, const SampleInputs& inputs, std::span<const int> num_candidates, std::span<LogitSummary> summaries) override;
+    std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> host) override { return host; }  // its memory is the host's
 
     ThreadPool& pool() noexcept { return pool_; }
 

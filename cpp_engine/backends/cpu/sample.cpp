@@ -1,41 +1,19 @@
-// Draws, with the noise and the order of the torch plane's sampler: a seed gives the same answer on both.
-//
-// A draw is the id with the largest sum of its log probability and of Gumbel noise (Gumbel, 1954; Maddison, Tarlow and Minka, 2014). The noise hangs on the
-// row's seed, on the number of the draw and on the id alone.
+// Draws, and what a draw over several ranks' ids needs of one rank's. core/draw.h says how ids are drawn.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "backends/cpu/cpu_device.h"
-#include "core/splitmix.h"
+#include "core/draw.h"
 
 namespace pocket {
 namespace {
 
-constexpr int kCandidates = 256;  // ids with noise of their own; beside them the others are rarely drawn
 constexpr int kStretch = 64 * kLogitBlock;  // logits of one task of the scan
-constexpr double kLowestLogprob = -9999.0;  // finite, since JSON has no infinity
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Noise of id `index - 1`, and for index 0 that of all ids without their own.
-class Gumbel {
-public:
-    Gumbel(std::uint64_t seed, std::int32_t draw) : start_(splitmix64(splitmix64(seed, 0), static_cast<std::uint64_t>(draw))) {}
-    double uniform(std::uint64_t index) const { return (static_cast<double>(splitmix64(start_, index) >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
-    double operator()(std::uint64_t index) const { return -std::log(-std::log(uniform(index))); }
-
-private:
-    std::uint64_t start_;
-};
-
 bool allows(const std::uint32_t* mask, int id) { return !mask || (mask[id / 32] >> (id % 32) & 1u) != 0; }
-
-struct Candidate {
-    float logit;
-    std::int32_t id;
-    bool operator<(const Candidate& other) const { return logit != other.logit ? logit > other.logit : id < other.id; }  // most likely first
-};
 
 // One row's logits with what the scan found.
 struct Row {
@@ -73,47 +51,15 @@ std::vector<Candidate> Row::top(int count, bool masked) const {
     return found;
 }
 
-// The row's allowed ids: temperature, then top_k, then top_p over what top_k left.
-std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, const Gumbel& noise) {
-    const bool is_cut = top_k > 0 && top_k < row.vocab_size;
-    std::vector<Candidate> found = row.top(is_cut ? top_k : std::min(kCandidates, row.vocab_size), true);
+// One of the ids that are not among `found`, each with its own noise. None is likelier than the last of those found, so most numbers are too small to win,
+// and need no logarithms.
+std::int32_t draw_other(const Row& row, std::vector<Candidate> found, double temperature, const Gumbel& noise) {
     const auto scaled = [&](float logit) { return (static_cast<double>(logit) - row.largest_allowed) / temperature; };
-    double total = row.log_sum_scaled;
-    if (is_cut) {
-        double sum = 0;
-        for (const Candidate& one : found) sum += std::exp(scaled(one.logit));
-        total = std::log(sum);
-    }
-    const auto mass_of = [&] {
-        double mass = 0;
-        for (const Candidate& one : found) mass += std::exp(scaled(one.logit) - total);
-        return mass;
-    };
-    double rest = is_cut || top_p < 1 ? 0.0 : std::max(0.0, 1.0 - mass_of());
-    if (top_p < 1) {
-        for (int count = kCandidates * 16; !is_cut && mass_of() < top_p && static_cast<int>(found.size()) < row.vocab_size; count *= 16) {
-            const std::size_t before = found.size();
-            found = row.top(std::min(count, row.vocab_size), true);
-            if (found.size() == before) break;  // a mask allows no more
-        }
-        double mass = 0;
-        std::size_t size = 0;
-        while (size < found.size() && mass < top_p) mass += std::exp(scaled(found[size++].logit) - total);  // the id that crosses top_p is kept
-        found.resize(std::max<std::size_t>(size, 1));
-    }
-    double best = -kInfinity;
-    std::int32_t best_id = found[0].id;
-    for (const Candidate& one : found) {
-        const double sum = scaled(one.logit) - total + noise(static_cast<std::uint64_t>(one.id) + 1);
-        if (sum > best) best = sum, best_id = one.id;
-    }
-    if (rest == 0 || best >= std::log(rest) + noise(0)) return best_id;
-    // One of the others: each with its own noise. None is likelier than the last of those found, so most numbers are too small to win, and need no logarithms.
     const double ceiling = scaled(found.back().logit);
-    double least = 0;
+    std::int32_t best_id = found[0].id;
+    double best = -kInfinity, least = 0;
     std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     std::size_t next = 0;
-    best = -kInfinity;
     for (int id = 0; id < row.vocab_size; ++id) {
         if (next < found.size() && found[next].id == id) {
             ++next;
@@ -128,6 +74,17 @@ std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, c
         least = std::exp(-std::exp(ceiling - best)) * (1 - 1e-12);
     }
     return best_id;
+}
+
+// The row's allowed ids: temperature, then top_k, then top_p over what top_k left.
+std::int32_t draw(const Row& row, double temperature, double top_p, int top_k, const Gumbel& noise) {
+    const DrawTerms terms{temperature, top_p, top_k > 0 && top_k < row.vocab_size ? top_k : 0};
+    for (int count = terms.top_k > 0 ? terms.top_k : std::min(kDrawCandidates, row.vocab_size);; count = std::min(count * 16, row.vocab_size)) {
+        const std::vector<Candidate> found = row.top(count, true);
+        const bool is_all = count == row.vocab_size || static_cast<int>(found.size()) < count;  // a mask allows no more
+        if (const auto id = draw_among(found, is_all, row.largest_allowed, row.log_sum_scaled, terms, noise)) return *id;
+        if (top_p >= 1) return draw_other(row, found, temperature, noise);
+    }
 }
 
 // `model`: the row as the model gives it, whose log probabilities are told; where nothing was changed, `row` itself.
@@ -196,6 +153,15 @@ Row gather(const float* logits, const std::uint32_t* mask, int vocab_size, doubl
     return row;
 }
 
+// As ranks tell it to each other.
+LogitSummary summary_of(const Row& row, int num_candidates, int num_top) {
+    LogitSummary summary{row.largest, row.largest_allowed, row.has_nan, row.log_sum, row.log_sum_scaled, {}, {}};
+    if (row.has_nan || !std::isfinite(row.largest)) return summary;
+    if (std::isfinite(row.largest_allowed)) summary.allowed = row.top(std::min(num_candidates, row.vocab_size), true);
+    if (num_top > 0) summary.top = row.top(std::min(num_top, row.vocab_size), false);
+    return summary;
+}
+
 }  // namespace
 
 void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) {
@@ -253,6 +219,29 @@ void CpuDevice::sample(const Tensor& logits, const SampleInputs& inputs, std::sp
             outputs[static_cast<std::size_t>(sample)] = answer(row, model, inputs, static_cast<std::size_t>(sample));
         }
     });
+}
+
+bool CpuDevice::summarize(const Tensor& logits, const SampleInputs& inputs, std::span<const int> num_candidates, std::span<LogitSummary> summaries) {
+    const int num_samples = static_cast<int>(summaries.size()), vocab_size = static_cast<int>(logits.columns);
+    const int stretches = (vocab_size + kStretch - 1) / kStretch, num_blocks = stretches * (kStretch / kLogitBlock);
+    shared_.reserve<float>(num_samples, static_cast<std::size_t>(num_blocks));
+    wide_.reserve<LogitScan>(num_samples, static_cast<std::size_t>(stretches));
+    pool_.parallel_for(num_samples, 1, [&](std::int64_t begin, std::int64_t end, int) {
+        for (std::int64_t sample = begin; sample < end; ++sample) {
+            const auto index = static_cast<std::size_t>(sample);
+            const int place = static_cast<int>(sample);
+            const auto* row = static_cast<const float*>(logits.data) + sample * logits.stride;
+            const float temperature = inputs.temperatures[index] > 0 ? inputs.temperatures[index] : 1.0f;
+            for (int first = 0; first < vocab_size; first += kStretch) {
+                kernels_.scan_logits(row, inputs.masks[index], first, std::min(first + kStretch, vocab_size), 1.0f / temperature,
+                                     wide_.of<LogitScan>(place)[first / kStretch], shared_.of<float>(place) + first / kLogitBlock);
+            }
+            const std::span<const LogitScan> scans(wide_.of<LogitScan>(place), static_cast<std::size_t>(stretches));
+            const Row found = gather(row, inputs.masks[index], vocab_size, temperature, scans, shared_.of<float>(place));
+            summaries[index] = summary_of(found, num_candidates[index], inputs.num_logprobs[index]);
+        }
+    });
+    return true;
 }
 
 }  // namespace pocket

@@ -3,6 +3,7 @@
 # It takes nvcc 12.4 or newer and cuBLASLt, from the toolkit or from the pip package nvidia-cublas: -DPOCKET_CUBLAS_ROOT names the folder that holds its include
 # and lib where they are not found. CMAKE_CUDA_ARCHITECTURES, or the variable CUDAARCHS of the environment, chooses the GPUs; one of them compiles several times as
 # fast as all. GPUs newer than Hopper run the code for 89, which the driver translates for them.
+# Where NCCL is found too (nccl.h and libnccl.so.2, of the system, or of the pip package nvidia-nccl, or under -DPOCKET_NCCL_ROOT), ranks may share a model.
 # The target pocket_cuda_bench is built when it is asked for.
 if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
   set(CMAKE_CUDA_ARCHITECTURES $ENV{CUDAARCHS})
@@ -25,7 +26,7 @@ if(Python_EXECUTABLE)  # of the environment that gets the module
 endif()
 find_package(Python3 COMPONENTS Interpreter)
 if(Python3_FOUND)
-  execute_process(COMMAND ${Python3_EXECUTABLE} -c "import nvidia; print(';'.join(p + '/cu13;' + p + '/cublas' for p in nvidia.__path__))"
+  execute_process(COMMAND ${Python3_EXECUTABLE} -c "import nvidia; print(';'.join(p + '/cu13;' + p + '/cublas;' + p + '/nccl' for p in nvidia.__path__))"
                   OUTPUT_VARIABLE packaged OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   list(APPEND cublas_roots ${packaged})
 endif()
@@ -44,6 +45,16 @@ set_target_properties(pocket_options PROPERTIES INTERFACE_COMPILE_OPTIONS "$<$<C
 target_compile_options(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
 target_include_directories(pocket_engine SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS} ${POCKET_CUBLAS_INCLUDE})
 target_compile_definitions(pocket_engine PUBLIC POCKET_CUDA)
+set(POCKET_NCCL_ROOT "" CACHE PATH "Folder with include/nccl.h and lib/libnccl.so.2")
+find_path(POCKET_NCCL_INCLUDE nccl.h HINTS ${POCKET_NCCL_ROOT} ${CUDAToolkit_INCLUDE_DIRS} ${packaged} PATH_SUFFIXES include)
+find_library(POCKET_NCCL NAMES nccl libnccl.so.2 HINTS ${POCKET_NCCL_ROOT} ${CUDAToolkit_LIBRARY_DIR} ${packaged} PATH_SUFFIXES lib lib64)
+if(POCKET_NCCL_INCLUDE AND POCKET_NCCL)
+  target_include_directories(pocket_engine SYSTEM PRIVATE ${POCKET_NCCL_INCLUDE})
+  target_compile_definitions(pocket_engine PRIVATE POCKET_NCCL)
+  target_link_libraries(pocket_engine PUBLIC ${POCKET_NCCL})
+else()
+  message(STATUS "NCCL was not found: tensor_parallel_size on GPUs is refused. pip install nvidia-nccl-cu13, or name its folder with -DPOCKET_NCCL_ROOT.")
+endif()
 string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 target_compile_definitions(pocket_engine PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:POCKET_CUDA_ARCHITECTURES=\"${architectures}\">")
 # Instructions that only code for 90a has, not code for 90.

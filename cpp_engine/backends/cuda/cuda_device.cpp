@@ -168,8 +168,23 @@ void CudaDevice::reserve(int max_tokens, int max_rows) {
     workspace_.take(WideProduct::kWorkspaceBytes);
 }
 
+// As one kernel; null where that does not compute it.
+std::unique_ptr<Graph> CudaDevice::record_step(const std::function<void()>& work) {
+    StepRecorder recorder(context_, *this);
+    recorder_ = &recorder;
+    try {
+        work();
+    } catch (...) {
+        recorder_ = nullptr;
+        throw;
+    }
+    recorder_ = nullptr;
+    return recorder.finish();
+}
+
 std::unique_ptr<Graph> CudaDevice::capture(const std::function<void()>& work) {
     use();
+    if (auto step = record_step(work)) return step;
     for (Scratch* scratch : {&prepared_, &partial_, &both_, &expanded_, &workspace_, &mixed_, &read_, &queries_, &tickets_, &draws_, &drawn_, &masks_}) scratch->keep_old();
     cudaGraph_t graph = nullptr;
     call(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal), "a capture");

@@ -7,6 +7,7 @@
 #include "backends/cuda/make_device.h"
 #include "backends/cuda/matrix.h"
 #include "backends/cuda/product_wide.h"
+#include "backends/cuda/step_recorder.h"
 
 namespace pocket::cuda {
 
@@ -50,12 +51,16 @@ public:
                    const Tensor& out) override;
     void take_samples(const Step& step, const Tensor& x, const Tensor& out) override;
     void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) override;
+#ifdef POCKET_NCCL
+    std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> host) override;  // nccl_communicator.cpp
+#endif
 
 private:
     void use() const;                                       // the calling thread's CUDA device is this one
     void segment_product(const Tensor& x, const Norm* norm, const Segment& segment, std::int64_t columns, Epilogue epilogue, const Tensor& out);
     void wide_product(const Tensor& x, const Segment& segment, const Tensor& out, bool adds);
     int* tickets(std::size_t count);                        // zeros, which every kernel leaves as zeros
+    std::unique_ptr<Graph> record_step(const std::function<void()>& work);
     Tensor prepare(const Tensor& x, const Norm* norm, DType to, DType round_first, float** row_scales);
 
     int ordinal_;
@@ -71,6 +76,7 @@ private:
     std::int64_t both_bytes_ = 0;                           // of gates and ups at a time
     MatrixLoader loader_;
     std::unique_ptr<WideProduct> wide_;
+    StepRecorder* recorder_ = nullptr;                      // while a step is taken down instead of computed
 };
 
 }  // namespace pocket::cuda

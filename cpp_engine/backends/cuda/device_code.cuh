@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "backends/cuda/call.h"
 #include "backends/cuda/kernels.h"
@@ -21,16 +22,33 @@ __device__ __forceinline__ void touch(const float* from) {
     asm volatile("ld.global.ca.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(unused.x), "=f"(unused.y), "=f"(unused.z), "=f"(unused.w) : "l"(from));
 }
 
+// Brings a line into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 template <typename... Parameters, typename... Arguments>
-void launch(const Context& context, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
+void launch(const Context& context, cudaLaunchAttribute* attribute, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = context.stream;
+    config.attrs = attribute;
+    config.numAttrs = attribute ? 1 : 0;
     // A no-op after the first time; what is static counts too.
     if (shared > 32 * 1024) call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "a kernel's shared memory");
     call(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "a launch");
+}
+template <typename... Parameters, typename... Arguments>
+void launch(const Context& context, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
+    launch(context, nullptr, kernel, grid, threads, shared, std::forward<Arguments>(arguments)...);
+}
+// Of blocks that wait for each other, all of which are started at once.
+template <typename... Parameters, typename... Arguments>
+void launch_together(const Context& context, void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared, Arguments&&... arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    launch(context, &attribute, kernel, grid, threads, shared, std::forward<Arguments>(arguments)...);
 }
 
 __device__ __forceinline__ float to_float(float value) { return value; }

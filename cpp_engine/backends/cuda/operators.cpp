@@ -37,12 +37,14 @@ bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data
 
 void CudaDevice::embed(const Step& step, const Matrix& table, const Tensor& out) {
     use();
+    if (recorder_) return recorder_->embed(step, static_cast<const CudaMatrix&>(table).segments(), table.columns(), out);
     for (const Segment& segment : static_cast<const CudaMatrix&>(table).segments())
         gather_rows(context_, segment, table.columns(), table.columns(), step.token_ids, step.num_tokens, out);
 }
 
 void CudaDevice::take_samples(const Step& step, const Tensor& x, const Tensor& out) {
     use();
+    if (recorder_) return recorder_->take_samples(step, x, out);
     Segment rows;
     rows.values = x.data, rows.rows = x.rows, rows.dtype = x.dtype;
     gather_rows(context_, rows, x.stride, x.columns, step.sample_tokens, step.num_samples, out);
@@ -144,6 +146,7 @@ void CudaDevice::linear(const Tensor& x, const Norm* norm, const Matrix& weight,
     if (x.rows == 0) return;
     const auto segments = static_cast<const CudaMatrix&>(weight).segments();
     const std::int64_t columns = weight.columns(), half = weight.rows() / 2;
+    if (recorder_) return recorder_->linear(x, norm, segments, columns, epilogue, out);
     if (epilogue != Epilogue::swiglu) {
         for (const Segment& segment : segments) segment_product(x, norm, segment, columns, epilogue, columns_of(out, segment.first_row, segment.rows));
         return;
@@ -180,6 +183,7 @@ void CudaDevice::attention(const Step& step, const AttentionShape& shape, const 
     if (cache.dtype != DType::float32 && cache.dtype != DType::bfloat16 && cache.dtype != DType::float16)
         refuse(std::string("A KV cache of ") + name(cache.dtype) + " is not supported by the CUDA device: use kv_cache_dtype float32, float16 or bfloat16.");
     const AttentionCall call = {shape, weights, projections, out, cache, step};
+    if (recorder_) return recorder_->attention(call);
     if (step.num_decode > 0) {
         const int splits = decode_splits(context_, shape, step.num_decode, step.max_length);
         auto* partial = static_cast<float*>(partial_.take(sizeof(float) * decode_partial_size(shape, step.num_decode, splits)));
@@ -207,6 +211,7 @@ void CudaDevice::delta_net(const Step& step, const DeltaNetShape& shape, const D
     if (shape.key_dim > 256 || shape.conv_kernel > 17)
         refuse("DeltaNet heads of more than 256 key channels, or a convolution over more than 17 tokens, are not supported by the CUDA device. Use device \"cpu\".");
     const DeltaNetCall call = {shape, weights, projections, out, states, step};
+    if (recorder_) return recorder_->delta_net(call);
     const bool is_fast = takes_delta_decode(shape) && is_aligned(states.states) && states.slot_stride % 4 == 0;
     const int num_decode = is_fast ? step.num_decode : 0;
     if (num_decode > 0) delta_decode(context_, call, num_decode, tickets(static_cast<std::size_t>(num_decode) * shape.num_key_heads));

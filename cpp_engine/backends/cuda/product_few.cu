@@ -68,22 +68,6 @@ __device__ __forceinline__ void load_weights(uint4* to, const std::uint8_t* from
 #endif
 }
 
-// Four float8_e4m3 as two pairs of float16; before Ada they come out divided by 256, which their scale makes good.
-__device__ __forceinline__ void unpack_float8(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-#if __CUDA_ARCH__ >= 890
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low), "=r"(high) : "r"(word));
-#else
-    const std::uint32_t first = __byte_perm(word, 0, 0x1404), second = __byte_perm(word, 0, 0x3424);  // each byte to the top of its 16 bits
-    low = (first & 0x80008000u) | ((first >> 1) & 0x3f803f80u);
-    high = (second & 0x80008000u) | ((second >> 1) & 0x3f803f80u);
-#endif
-}
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr float kFloat8Factor = 256.0f;
-#else
-constexpr float kFloat8Factor = 1.0f;
-#endif
-
 // One row of x into shared memory, normalized where there is a norm, in the kind that is multiplied; returns what the sums have to be multiplied with.
 // All loads of a thread are on their way at once: the row comes from L2, and everybody waits for it.
 template <Kind kKind>

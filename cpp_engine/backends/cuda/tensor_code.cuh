@@ -86,6 +86,22 @@ __device__ __forceinline__ float2 unpack(std::uint32_t word) {
     }
 }
 
+// Four float8_e4m3 as two pairs of float16; before Ada they come out divided by 256, which their scale makes good.
+__device__ __forceinline__ void unpack_float8(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low), "=r"(high) : "r"(word));
+#else
+    const std::uint32_t first = __byte_perm(word, 0, 0x1404), second = __byte_perm(word, 0, 0x3424);  // each byte to the top of its 16 bits
+    low = (first & 0x80008000u) | ((first >> 1) & 0x3f803f80u);
+    high = (second & 0x80008000u) | ((second >> 1) & 0x3f803f80u);
+#endif
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr float kFloat8Factor = 256.0f;
+#else
+constexpr float kFloat8Factor = 1.0f;
+#endif
+
 // A tile of 16-bit values in shared memory with kRowBytes a row. The 16 bytes number c of a row lie elsewhere in it, so that the same columns of eight rows that
 // follow each other fall into different banks.
 template <int kRowBytes>
@@ -131,6 +147,9 @@ __device__ __forceinline__ std::uint32_t load_word(std::uint32_t from) {
     std::uint32_t word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
     return word;
+}
+__device__ __forceinline__ void store_words(std::uint32_t to, const uint4& words) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
 }
 __device__ __forceinline__ uint4 load_words(std::uint32_t from) {
     uint4 words;

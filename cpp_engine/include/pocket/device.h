@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "pocket/communicator.h"
+#include "pocket/error.h"
 #include "pocket/tensor.h"
 
 namespace pocket {
@@ -182,6 +184,23 @@ struct SampleOutput {
     float top_logprobs[20] = {};
 };
 
+struct Candidate {
+    float logit = 0;
+    std::int32_t id = 0;
+    bool operator<(const Candidate& other) const noexcept { return logit != other.logit ? logit > other.logit : id < other.id; }  // most likely first
+};
+
+// What the logits of some ids say of one row, so that a draw over more ids than these need not see them.
+struct LogitSummary {
+    float largest = 0;
+    float largest_allowed = 0;                              // of the ids that the mask allows
+    bool has_nan = false;
+    double log_sum = 0;                                     // logarithm of the sum of exp(logit - largest)
+    double log_sum_scaled = 0;                              // of exp((logit - largest_allowed) / temperature) over allowed ids
+    std::vector<Candidate> allowed;                         // the most likely allowed ids, most likely first; of equal ones the lower id first
+    std::vector<Candidate> top;                             // the most likely ids, as many as num_logprobs asks for, in the same order
+};
+
 // Operators that a device has recorded, to be enqueued together with little work of the host.
 class Graph {
 public:
@@ -248,6 +267,22 @@ public:
     // Draw from logits [num_samples, vocab_size] float32. Waits for the results. Edits, temperature, min_p, top_k, top_p, then the largest of logit + Gumbel noise,
     // which is keyed by seed, draw and id, so that an answer does not hang on what shares its batch.
     virtual void sample(const Tensor& logits, const SampleInputs& inputs, std::span<SampleOutput> outputs) = 0;
+
+    // What the logits [num_samples, some ids] float32 say, with up to `num_candidates` allowed ids a row; ids count from 0 on, in the masks too. Waits for the
+    // results. False, and nothing is done, on a device that has no such operator: ranks that share a vocabulary then gather all logits for `sample`.
+    virtual bool summarize(const Tensor& logits, const SampleInputs& inputs, std::span<const int> num_candidates, std::span<LogitSummary> summaries) {
+        (void)logits, (void)inputs, (void)num_candidates, (void)summaries;
+        return false;
+    }
+
+    // --- ranks ---
+    // A communicator for this device's memory among the ranks of `host`, which is for memory of the host and is taken over.
+    // Error(unsupported) naming the field "tensor_parallel_size" where the device has none.
+    virtual std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> host) {
+        (void)host;
+        throw Error(ErrorKind::unsupported, "\"tensor_parallel_size\" of more than 1 is not supported on the device " + info().name + ": use another one, or leave it out.",
+                    "tensor_parallel_size");
+    }
 };
 
 // Devices linked into this build, best first: "cuda" where there is one, then "cpu".

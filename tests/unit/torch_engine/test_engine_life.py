@@ -69,6 +69,30 @@ def test_an_abandoned_engine_ends_its_rows_though_its_step_never_ends() -> None:
     assert setup.deaths == []
 
 
+def test_no_token_follows_the_error_of_an_abandoned_row() -> None:
+    setup = Setup(slots=1)
+    heard: list[str | None] = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def listen(output: StepOutput) -> None:
+        if not inside.is_set():  # a token is told when the loss comes
+            inside.set()
+            assert go_on.wait(WAIT)
+        heard.append(output.finish_reason)
+
+    setup.engine.submit(request("a", max_tokens=9), listen)
+    assert inside.wait(WAIT)
+    losing = threading.Thread(target=setup.engine.abandon, args=("rank 1 was lost",))
+    losing.start()
+    losing.join(0.1)
+    go_on.set()
+    losing.join(WAIT)
+    assert heard[-1] == "error"
+    assert heard.count("error") == 1
+    eventually(lambda: not setup.scheduler.running)
+    assert heard[-1] == "error"
+
+
 class Unwinding(BaseException):
     """What no `except Exception` catches, as the panics of native modules are."""
 
