@@ -10,7 +10,7 @@ MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_TEMPERATURE = 2  # OpenAI's; beyond, hardly more than noise comes
 MAX_TOP_K = 2**31 - 1
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 2  # below, a logit that is divided may be more than a float32 holds
+MAX_REPETITION_PENALTY = 2
 MAX_PENALTY = 2
 MAX_LOGIT_BIAS = 100  # OpenAI's
 MAX_PRIORITY = 2**31 - 1
@@ -49,7 +49,7 @@ class SamplingParams(metaclass=_Keywords):
             {"json_object": True} [none].
         frequency_penalty: taken from an id's logit for each time that it is in the answer so far, -2 to 2 [0].
         presence_penalty: taken from the logit of each id that is in the answer so far, -2 to 2 [0].
-        repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; 0.01 to 2 [1].
+        repetition_penalty: divides the logit of each id that is in prompt or answer where it is above 0, multiplies it elsewhere; above 0, at most 2 [1].
         logit_bias: added to the logits of ids, -100 to 100 each; a mapping from ids [none].
         min_p: only ids are drawn that are at least so likely as this part of the likeliest one, 0 to 1 [0].
         stop_token_ids: ids that end the answer, beside the checkpoint's; the id itself is not part of it [none].

@@ -24,7 +24,7 @@ class LogitTerms:
     """The terms of one row, every default resolved. A row that has none of them has no LogitTerms, and pays nothing.
 
     Args:
-        repetition_penalty: from 0.01 to 2; 1 is off.
+        repetition_penalty: above 0, at most 2; 1 is off.
         frequency_penalty, presence_penalty: from -2 to 2; 0 is off.
         logit_bias: (id, bias) with each id once, biases from -100 to 100.
         min_p: from 0, which is off, to 1.

@@ -64,7 +64,6 @@ from pocketllm.sampling_params import (
     MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_K,
-    MIN_REPETITION_PENALTY,
 )
 
 Endpoint = Literal["chat", "completions"]
@@ -228,7 +227,7 @@ FIELDS: tuple[Field, ...] = (
         "repetition_penalty",
         BOTH,
         "implemented",
-        f"a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+        f"a number above 0 and at most {MAX_REPETITION_PENALTY}",
         "Divides the logit of each id of the prompt and of the answer so far where it is above 0, and multiplies it elsewhere; 1 is off.",
     ),
     Field("min_p", BOTH, "implemented", "a number from 0 to 1", "Only ids are drawn that are at least so likely as this part of the likeliest one; 0 is off."),
@@ -456,9 +455,9 @@ RULES: tuple[Rule, ...] = (
     _shape(
         "repetition_penalty",
         BOTH,
-        real(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-        f"not a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
-        f"this penalty is a number from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+        real(0, MAX_REPETITION_PENALTY, above=True),
+        "not a number above 0 and at most 2",
+        "this penalty is a number above 0 and at most 2",
         'Send "repetition_penalty" as 1, or leave it out',
     ),
     _needs(
