@@ -60,7 +60,7 @@ double read_bandwidth(std::size_t num_bytes, int num_threads, int repeats) {
     return static_cast<double>(share * threads * sizeof(std::uint64_t)) / seconds[seconds.size() / 2];
 }
 
-double device_bandwidth(const std::string& device, int num_threads, int repeats) {
+double device_bandwidth([[maybe_unused]] const std::string& device, int num_threads, int repeats) {
 #ifdef POCKET_CUDA
     if (device.starts_with("cuda:")) return cuda::read_rate(std::stoi(device.substr(5)), std::size_t{4} << 30);
 #endif

@@ -9,7 +9,7 @@ through shared memory. A thread that loads four words at once needs the fewest l
 the loads of a warp's threads then fall on the same banks of the L1 cache, half as often with two words. Products and sums are float32.
 
 Tried on an H200 and left: the float16 pairs on tensor cores (of a product of 16 x 8 one row of x wants one column: with x in two float16 it was slower in
-every tile), and the rest of a program's rows brought into L2 before the wait for x (slower too).
+all tiles but one), and the rest of a program's rows brought into L2 before the wait for x (from 22 us less to 101 us more of a step of 2.59 ms).
 """
 
 from __future__ import annotations
