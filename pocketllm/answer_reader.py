@@ -183,7 +183,9 @@ class AnswerReader:
         event = TokenEvent(step.request_id, text, token_ids, choice.finish_reason, usage, choice.index, reasoning, calls, logprobs)
         if not begins or not choice.tells_of_prompt or (choice.has_ended and choice.finish_reason is None):
             return [event]
-        return [replace(event, echo=choice.echo, prompt_logprobs=choice.prompt_logprobs() if self.prepared.reading.is_streamed else None)]
+        reading = self.prepared.reading
+        shows_ranks = reading.is_streamed and (reading.has_logprobs or not reading.echoes)  # an echo that is ranked because nothing is generated shows none
+        return [replace(event, echo=choice.echo, prompt_logprobs=choice.prompt_logprobs() if shows_ranks else None)]
 
     def _failure(self, step: StepOutput, answer: Answer) -> PocketLLMError | None:
         if answer.is_stopped:  # and so complete, whatever became of its row since

@@ -205,7 +205,8 @@ class GenerationService:
                 row_id = first.request_id if is_single else f"{first.request_id}/{len(rows)}"  # no id of a request has a slash
                 rows.append(self._row(request, row_id, prompt_ids, choice_seed(seed, choice), terms))
         reading = replace(self._reading(first, rows[0].prompt_token_ids), echoes=tuple(echoes))
-        form = answer_form(first, self._syntax, reasons=reading.reasoning is not None)
+        leads = reading.reasoning is not None and (reading.is_reasoning or not first.continues)
+        form = answer_form(first, self._syntax, reasons=leads)
         if form.grammar is not None and first.sampling.ignore_eos:
             raise ConfigurationError(
                 '"ignore_eos" = true can\'t hold for an answer that is held to a form, which ends where the form does: leave one of the two out.',
@@ -216,6 +217,8 @@ class GenerationService:
             rows = [replace(row, constraint=self._constraint(first, form, reading), eos_token_ids=eos, ignores_eos=False) for row in rows]
         elif first.thinking_budget is not None:
             rows = [replace(row, constraint=self._constraint(first, form, reading)) for row in rows]
+        if first.form is not None and leads:
+            reading = replace(reading, skips_newlines=True)
         if form.syntax is not None:
             reading = replace(reading, parser=partial(form.syntax.parser, () if first.tools is None else first.tools.definitions))
         if form.grammar is None and self._syntax is not None and reading.reasoning is not None:

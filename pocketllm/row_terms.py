@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pocketllm.backends.logit_terms import NO_TERMS, LogitTerms
 from pocketllm.errors import ConfigurationError
+from pocketllm.protocol.refusals import checked_text
 from pocketllm.sampling_params import SamplingParams
 from pocketllm.text.tokenizer import Tokenizer
 
@@ -16,7 +17,7 @@ def row_terms(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -
     """The terms of each row of a request, or None where nothing changes its logits.
 
     Raises:
-        ConfigurationError: an id is no token of the model; `param` names the field.
+        ConfigurationError: an id is no token of the model, or a bad word no text; `param` names the field.
     """
     bias = sampling.logit_bias or {}
     allowed = sampling.allowed_token_ids
@@ -57,10 +58,16 @@ def check_min_tokens(sampling: SamplingParams, max_tokens: int) -> None:
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The ids of each word at the beginning of a text and after a space; one that ends with another's ids is left out, since that one is kept out anyway."""
-    spelled = {tuple(tokenizer.encode(text, add_special_tokens=False)) for word in words for text in (word, " " + word.lstrip(" "))}
+    """The ids of each word at the beginning of a text and after a space; one that ends with another's ids is left out, since that one is kept out anyway.
+
+    Raises:
+        ConfigurationError: a word holds half of a surrogate pair; `param` names it.
+    """
+    texts = [checked_text(word, f"bad_words[{index}]") for index, word in enumerate(words)]
+    spelled = {tuple(tokenizer.encode(text, add_special_tokens=False)) for word in texts for text in (word, " " + word.lstrip(" "))}
     spelled.discard(())
-    return tuple(sorted(ids for ids in spelled if not any(ids[start:] in spelled for start in range(1, len(ids)))))
+    lengths = sorted({len(ids) for ids in spelled})
+    return tuple(sorted(ids for ids in spelled if not any(ids[-length:] in spelled for length in lengths if length < len(ids))))
 
 
 def _check_ids(ids: Iterable[int], name: str, vocab_size: int) -> None:

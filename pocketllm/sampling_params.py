@@ -15,6 +15,7 @@ MAX_PENALTY = 2
 MAX_LOGIT_BIAS = 100  # OpenAI's
 MAX_PRIORITY = 2**31 - 1
 MAX_BAD_WORDS = 1000
+MAX_BAD_WORDS_CHARACTERS = 32_768  # of all of them, which are spelled as ids before the request begins
 
 
 class _Keywords(type):
@@ -55,7 +56,7 @@ class SamplingParams(metaclass=_Keywords):
         ignore_eos: the checkpoint's own end-of-sequence ids are ids like others, and don't end the answer [False].
         min_tokens: no id that would end the answer is drawn before it has so many tokens; at most max_tokens [0].
         allowed_token_ids: no other id is drawn; at least one [all].
-        bad_words: texts that no answer contains, by their token ids alone and after a space [none].
+        bad_words: texts that no answer contains, by their token ids alone and after a space; at most 1000, of 32,768 characters together [none].
         priority: requests with a lower number are started first, and give up their memory last; -2**31 to 2**31 - 1 [0].
 
     `backends/logit_terms.py` has the formulas and their order.

@@ -20,7 +20,7 @@ from pocketllm.protocol.request import GenerationRequest
 if TYPE_CHECKING:
     from pocketllm.generation import GenerationService
 
-INLINE_CHARACTERS = 8192  # a prompt of so many is prepared in less time than a thread takes to be woken
+INLINE_CHARACTERS = 8192  # texts of so many, or as many ids, are prepared in less time than a thread takes to be woken
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -133,8 +133,10 @@ class AsyncTokenStream(AsyncIterator[TokenEvent]):
             raise
 
     async def _prepare(self) -> Prepared:
-        requests = self._requests
-        if sum(len(request.prompt) for request in requests) <= INLINE_CHARACTERS and not any(request.response_format or request.tools for request in requests):
+        requests, sampling = self._requests, self._requests[0].sampling  # which they share
+        characters = sum(len(request.prompt) + len(request.suffix) for request in requests) + sum(map(len, sampling.bad_words))
+        num_ids = len(sampling.logit_bias or ()) + len(sampling.allowed_token_ids or ()) + len(sampling.stop_token_ids)
+        if characters + num_ids <= INLINE_CHARACTERS and not any(request.form or request.tools for request in requests):
             return self._service.prepare(requests)
         return await asyncio.to_thread(self._service.prepare, requests)
 

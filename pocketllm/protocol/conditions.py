@@ -123,14 +123,16 @@ def are_token_ids(value: Any, body: Mapping[str, Any]) -> bool:
     return is_token_ids(value, body) and len(value) > 0
 
 
-def are_words(most: int) -> Condition:
-    """At most `most` texts, none of them empty."""
+def are_words(most: int, characters: int) -> Condition:
+    """At most `most` texts of so many `characters` together, none of them empty."""
 
     def allows(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
         if not is_list(value) or not all(isinstance(item, str) for item in value):
             return False
         if len(value) > most:
             return Fault("", value, f"there are {len(value)} of them, and one request has at most {most}", "Send fewer")
+        if (length := sum(map(len, value))) > characters:
+            return Fault("", value, f"they have {length} characters together, and one request has at most {characters}", "Send fewer, or shorter ones")
         if not all(value):
             return Fault(f"[{list(value).index('')}]", "", "an empty text is in every answer", "Leave it out")
         return True
@@ -142,7 +144,7 @@ def is_logit_bias(value: Any, _body: Mapping[str, Any]) -> bool | Fault:
     if not isinstance(value, Mapping):
         return False
     for key, bias in value.items():
-        is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19
+        is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19 and str(int(key)) == key  # else two keys may be one id
         if not is_id and not (isinstance(key, int) and not isinstance(key, bool) and key >= 0):  # JSON has strings alone, Python has both
             return Fault("", value, f"{summary(key)} is no token id, which is a whole number of at least 0", "Send the ids of tokens as keys")
         found = number(bias)

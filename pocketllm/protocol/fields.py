@@ -55,6 +55,7 @@ from pocketllm.protocol.refusals import refusal, summary
 from pocketllm.protocol.tools import MAX_TOOLS, TOOL_CHOICES, are_tools, can_be_chosen, has_no_strict_tool, is_tool_choice
 from pocketllm.sampling_params import (
     MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -241,7 +242,13 @@ FIELDS: tuple[Field, ...] = (
     Field("ignore_eos", BOTH, "implemented", _SWITCH, "Whether the checkpoint's own end-of-sequence ids are ids like others."),
     Field("stop_token_ids", BOTH, "implemented", "an array of token ids", "Ids that end the answer beside the checkpoint's own, and are not part of it."),
     Field("allowed_token_ids", BOTH, "implemented", "an array of at least one token id", "No other id is drawn."),
-    Field("bad_words", BOTH, "implemented", f"an array of at most {MAX_BAD_WORDS} texts", "Texts that the answer does not contain, alone and after a space."),
+    Field(
+        "bad_words",
+        BOTH,
+        "implemented",
+        f"an array of at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORDS_CHARACTERS:,} characters together",
+        "Texts that the answer does not contain, alone and after a space.",
+    ),
     Field(
         "priority",
         BOTH,
@@ -545,8 +552,8 @@ RULES: tuple[Rule, ...] = (
     _shape(
         "bad_words",
         BOTH,
-        are_words(MAX_BAD_WORDS),
-        f"not an array of at most {MAX_BAD_WORDS} texts, or one of them is empty",
+        are_words(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS),
+        f"not an array of at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORDS_CHARACTERS:,} characters together, or one of them is empty",
         "bad words are an array of texts",
         'Send "bad_words" as such an array, or leave it out',
     ),

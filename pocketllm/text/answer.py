@@ -29,6 +29,7 @@ class Reading:
         has_logprobs: whether log probabilities were asked for.
         is_streamed: whether they are handed out as the answer goes on.
         echoes: for each prompt the text with which its answers begin; none without echo.
+        skips_newlines: whether newlines before the answer are no part of it even where no reasoning comes before them.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +41,7 @@ class Reading:
     has_logprobs: bool = False
     is_streamed: bool = False
     echoes: tuple[str, ...] = ()
+    skips_newlines: bool = False
 
 
 class Piece(NamedTuple):
@@ -65,7 +67,7 @@ class Answer:
         self._reasoning = _Trimmed()
         self._is_reasoning = reading.is_reasoning
         self._may_reason = reading.reasoning is not None  # until the answer has begun
-        self._follows_reasoning = False  # the newlines that set an answer apart from its reasoning are of neither
+        self._follows_reasoning = reading.skips_newlines  # the newlines that set an answer apart from its reasoning are of neither
         self._num_characters = 0  # of the answer, those newlines and what a stop sequence cuts included
         self._num_trimmed = 0
         self._ranked: list[_Ranked] = []

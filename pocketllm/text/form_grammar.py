@@ -33,7 +33,7 @@ def form_grammar(field: str, value: Mapping[str, Any], *, leading_newlines: bool
     kind, form = next((name, item) for name, item in value.items() if item is not None and item is not False)
     if kind == "grammar":
         return _grammar(form, leading_newlines=leading_newlines)
-    rule = _regex(form) if kind == "regex" else _choice(form) if kind == "choice" else _json(form)
+    rule = _regex(form) if kind == "regex" else _choice(form) if kind == "choice" else _json({"type": "object"} if kind == "json_object" else form)
     lead = "lines? " if leading_newlines else ""
     return f"start: {lead}answer\nanswer: {rule}\n" + ("lines: /\\n{1,2}/\n" if leading_newlines else "")
 
@@ -60,16 +60,16 @@ def _json(schema: Any) -> str:
     try:
         if isinstance(schema, str):
             schema = json.loads(schema)
-        return json_rule(enforceable_schema({"type": "object"} if schema is True else schema))
+        return json_rule(enforceable_schema(schema))
+    except SchemaError as error:  # a ValueError
+        raise _refused("json", schema, f"in its schema, {error.reason}", error.remedy, is_invalid=error.is_invalid) from None
     except (ValueError, RecursionError):
         raise _refused("json", schema, "it is no JSON", "Send the schema as an object", is_invalid=True) from None
-    except SchemaError as error:
-        raise _refused("json", schema, f"in its schema, {error.reason}", error.remedy, is_invalid=error.is_invalid) from None
 
 
 def _grammar(text: str, *, leading_newlines: bool) -> str:
     try:
-        checked = checked_lark(text, "own_start")  # so that what is put around it may have a start of its own
+        checked = checked_lark(checked_text(text, "structured_outputs.grammar"), "own_start")  # so that what is put around it may have a start of its own
     except LarkError as error:
         raise _refused("grammar", text, f"as a grammar in Lark, {error}", "Send a grammar without it", is_invalid=False) from None
     if not leading_newlines:

@@ -10,6 +10,7 @@ MAX_CHARACTERS = 20_000
 MAX_RULES = 500
 MAX_DEPTH = 32  # brackets within brackets
 MAX_REPEAT = 1_000
+_TAKEN = ("own_start", "own_lines", "in_calls", "in_format")  # rules that are put around a caller's grammar
 
 _TOKEN = re.compile(
     r"""
@@ -38,7 +39,7 @@ def checked_lark(text: str, start: str = "start") -> str:
     """
     if len(text) > MAX_CHARACTERS:
         raise LarkError(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are taken")
-    parts, depth, num_rules, has_start = [], 0, 0, False
+    parts, depth, names = [], 0, set[str]()
     for match in _TOKEN.finditer(text):
         kind, part = match.lastgroup, match.group()
         if match["regex"] is not None:
@@ -50,10 +51,11 @@ def checked_lark(text: str, start: str = "start") -> str:
         elif match["repeat"] is not None and max(map(int, re.findall(r"\d+", part))) > MAX_REPEAT:
             raise LarkError(f"a repeat is more than {MAX_REPEAT} times")
         elif match["rule"] is not None:
-            num_rules += 1
-            is_start = match["named"] == "start"
-            has_start = has_start or is_start
-            part = f"{start if is_start else match['named']}:"
+            name = match["named"]
+            if name in names or name in _TAKEN:
+                raise LarkError(f'it has a second rule called "{name}"' if name in names else f'no rule can be called "{name}"')
+            names.add(name)
+            part = f"{start if name == 'start' else name}:"
         elif match["name"] == "start":
             part = start
         elif kind == "other" and part in "([":
@@ -65,9 +67,9 @@ def checked_lark(text: str, start: str = "start") -> str:
         if depth > MAX_DEPTH:
             raise LarkError(f"it nests brackets deeper than {MAX_DEPTH}")
         parts.append(part)
-    if num_rules > MAX_RULES:
-        raise LarkError(f"it has {num_rules} rules, and at most {MAX_RULES} are taken")
-    if not has_start:
+    if len(names) > MAX_RULES:
+        raise LarkError(f"it has {len(names)} rules, and at most {MAX_RULES} are taken")
+    if "start" not in names:
         raise LarkError('it has no rule called "start"')
     return "".join(parts).strip() + "\n"
 

@@ -86,6 +86,22 @@ def test_terms_that_leave_nothing_end_their_row_alone(model: tuple[Path, PreTrai
     assert len(something.token_ids) == 8
 
 
+def test_bans_of_every_id_are_the_requests_fault_without_a_mask_too(model: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = model
+    every_id = range(VOCAB_SIZE)
+    rows = [
+        EngineRequest("ends", (1, 2), 8, eos_token_ids=frozenset(every_id), terms=LogitTerms(min_tokens=3)),
+        EngineRequest("words", (1, 2), 8, terms=LogitTerms(bad_words=tuple((token_id,) for token_id in every_id))),
+        EngineRequest("one left", (1, 2), 8, terms=LogitTerms(bad_words=tuple((token_id,) for token_id in every_id if token_id != 7))),
+    ]
+    (ends, words, left), _ = answers(path, rows, max_batch_size=4)
+    for one, param in ((ends, "min_tokens"), (words, "bad_words")):
+        error = one.outputs[-1].error
+        assert isinstance(error, ConfigurationError)
+        assert error.param == param
+    assert left.token_ids == [7] * 8
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [

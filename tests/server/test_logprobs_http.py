@@ -143,6 +143,13 @@ def test_streamed_completions_carry_what_whole_ones_have(fields: dict[str, Any])
             assert [value for part in ranks for value in part[name]] == values, name
 
 
+def test_an_echo_alone_shows_no_ranks_on_a_stream_either() -> None:
+    assert complete(fake(), echo=True, max_tokens=0)["choices"][0]["logprobs"] is None
+    chunks = deltas(COMPLETIONS, fake(), echo=True, max_tokens=0)
+    assert "".join(chunk["text"] for chunk in chunks) == PROMPT
+    assert [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None] == []
+
+
 @pytest.mark.parametrize(
     ("answer", "fields"),
     [

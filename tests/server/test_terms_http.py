@@ -31,6 +31,7 @@ def test_terms_act_and_are_refused_by_name(tmp_path: Path, start_server: StartSe
     def text(**fields: Any) -> str:
         return str(complete(server, **fields)["choices"][0]["text"])
 
+    assert len(text(repetition_penalty=1e-40, temperature=1, seed=2)) > 0, "no logit is beyond a float32"
     only_a = {"logit_bias": {str(A): 100}}
     assert text(**only_a) == "A" * 8
     assert "A" not in text(**only_a, bad_words=["A"])
@@ -57,6 +58,8 @@ def test_terms_act_and_are_refused_by_name(tmp_path: Path, start_server: StartSe
         ({"min_p": -0.1}, "min_p"),
         ({"priority": 2**31}, "priority"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"65": 1, "065": 2}}, "logit_bias"),
+        ({"bad_words": ["x" * 40_000]}, "bad_words"),
     ):
         error = complete(server, 400, **fields)["error"]
         assert error["param"] == param

@@ -126,3 +126,41 @@ def test_two_forms_are_refused() -> None:
     response = call("POST", "/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "words"),
+    [
+        ({"json": {"not": {}}}, "structured_outputs.json", "in its schema"),
+        ({"json": '{"type": "text"}'}, "structured_outputs.json", "in its schema"),
+        ({"json": "{"}, "structured_outputs.json", "it is no JSON"),
+        ({"grammar": 'start: "a"\nstart: "b"'}, "structured_outputs.grammar", 'a second rule called "start"'),
+        ({"grammar": 'start: own_start\nown_start: "b"'}, "structured_outputs.grammar", 'no rule can be called "own_start"'),
+        ({"grammar": 'start: "\ud800"'}, "structured_outputs.grammar", "surrogate"),
+        ({"choice": ["\ud800"]}, "structured_outputs.choice", "surrogate"),
+    ],
+    ids=ascii,
+)
+def test_a_refusal_says_what_is_wrong(form: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(PocketLLMError) as refused:
+        form_grammar("structured_outputs", form)
+    assert refused.value.param == param
+    assert words in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_json_text_true_is_any_json() -> None:
+    assert form_grammar("structured_outputs", {"json": "true"}) != form_grammar("structured_outputs", {"json_object": True})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_newlines_before_an_answer_are_no_part_of_its_form(stream: bool) -> None:
+    """A model that reasons may set its answer apart from the reasoning; where it has not reasoned, the answer is one of the choices all the same."""
+    body = chat_body(max_tokens=9, temperature=0, structured_outputs={"choice": ["yes", "no"]}, stream=stream)
+    response = call("POST", "/v1/chat/completions", qwen_like("\n\nyes"), json=body)
+    assert response.status_code == 200, response.text
+    if not stream:
+        assert response.json()["choices"][0]["message"]["content"] == "yes"
+    else:
+        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "yes"

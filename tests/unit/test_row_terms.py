@@ -69,6 +69,20 @@ def test_bad_words_are_kept_out_alone_and_after_a_space() -> None:
     assert terms.bad_words == ((98,), (99, 100)), "what ends with a bad word, such as one after a space, is kept out with it"
 
 
+def test_long_bad_words_are_compared_in_little_work() -> None:
+    """Each is compared at the lengths that there are, not at all of its own: that was the square of the longest, half a minute of one."""
+    long = "x" * 30_000
+    terms = row_terms(SamplingParams(bad_words=[long, "yx", "y" + "x" * 2000]), byte_tokenizer(), 256)
+    assert terms is not None
+    assert sorted(map(len, terms.bad_words)) == [2, 2001, 30_000]
+
+
+def test_a_bad_word_that_is_no_text_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="surrogate") as refused:
+        row_terms(SamplingParams(bad_words=["b", "\ud800"]), byte_tokenizer(), 256)
+    assert refused.value.param == "bad_words[1]"
+
+
 def test_what_ends_a_row(service: GenerationService) -> None:
     (both,) = rows(service, stop_token_ids=[5, 6.0])
     assert (both.eos_token_ids, both.stop_token_ids) == ({5, 6, EOS}, {5, 6})
