@@ -19,7 +19,9 @@ from pocketllm.backends.torch import TorchBackend
 from pocketllm.bench.args import CompareBenchArgs, LatencyBenchArgs, ServeBenchArgs, ThroughputBenchArgs
 from pocketllm.config import EngineArgs, ServerArgs, SupervisorArgs
 from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, VOCABULARY_FEATURES, features
-from pocketllm.protocol.fields import FIELDS, RULES, Endpoint, Field
+from pocketllm.protocol.field import Endpoint, Field
+from pocketllm.protocol.fields import FIELDS
+from pocketllm.protocol.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 # What each plane declares, with the server's own features.

@@ -17,7 +17,8 @@ from pocketllm.config import EngineArgs
 from pocketllm.errors import ConfigurationError, PocketLLMError
 from pocketllm.outputs import Usage
 from pocketllm.protocol.conditions import REASONING_EFFORTS
-from pocketllm.protocol.fields import THINKING_MODES, check_fields
+from pocketllm.protocol.fields import check_fields
+from pocketllm.protocol.rules import THINKING_MODES
 from pocketllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pocketllm.protocol.conditions import whole_number
-from pocketllm.protocol.fields import FIELDS, Endpoint, check_fields
+from pocketllm.protocol.field import Endpoint
+from pocketllm.protocol.fields import FIELDS, check_fields
 from pocketllm.protocol.refusals import refusal
 from pocketllm.sampling_params import SamplingParams
 

@@ -16,7 +16,8 @@ from starlette.types import Receive
 from pocketllm.errors import PocketLLMError, QueueFullError, RequestCancelledError, RequestTimeoutError
 from pocketllm.outputs import GenerationOutput, TokenEvent
 from pocketllm.protocol.conditions import whole_number
-from pocketllm.protocol.fields import Endpoint, check_fields
+from pocketllm.protocol.field import Endpoint
+from pocketllm.protocol.fields import check_fields
 from pocketllm.protocol.request import GenerationRequest
 from pocketllm.protocol.responses import DONE, KEEP_ALIVE, AnswerBody, ChatBody, CompletionBody, dump, dump_in_pieces, error_of, sse
 from pocketllm.server.body import parse_json, read_body

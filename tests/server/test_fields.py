@@ -17,8 +17,10 @@ from pocketllm.backends.base import Capabilities
 from pocketllm.backends.fake import FakeBackend
 from pocketllm.errors import ConfigurationError, PocketLLMError, UnsupportedFeatureError
 from pocketllm.protocol.features import GUIDE_FLAGS, SURFACES, VOCABULARY_FEATURES, Surface, features
-from pocketllm.protocol.fields import BOTH, FIELDS, PATHS, RULES, Endpoint, check_fields
+from pocketllm.protocol.field import BOTH, PATHS, Endpoint
+from pocketllm.protocol.fields import FIELDS, check_fields
 from pocketllm.protocol.refusals import summary
+from pocketllm.protocol.rules import RULES
 from pocketllm.server.body import parse_json
 from tests.fake_serving import chat_body, fake, in_process, qwen_like
 

@@ -12,7 +12,7 @@ import pytest
 
 from pocketllm.backends.base import Capabilities
 from pocketllm.backends.fake import FakeBackend
-from pocketllm.protocol.fields import PATHS, Endpoint
+from pocketllm.protocol.field import PATHS, Endpoint
 from tests.fake_serving import call, chat_body, fake, in_process, qwen_like
 
 FLAGS = [option.name for option in dataclasses.fields(Capabilities) if option.type == "bool"]

@@ -8,7 +8,8 @@ import time
 from pocketllm.backends.base import Capabilities
 from pocketllm.config import ServerArgs
 from pocketllm.protocol.features import GRAMMAR_FEATURES, GUIDE_FLAGS, HOST_FEATURES, RANKING_FEATURES, SURFACES, features
-from pocketllm.protocol.fields import RULES, check_fields
+from pocketllm.protocol.fields import check_fields
+from pocketllm.protocol.rules import RULES
 
 FLAGS = [option.name for option in dataclasses.fields(Capabilities) if option.type == "bool"]
 EVERY_FLAG = Capabilities("fake", "none", 4, 1024, 256, **dict.fromkeys(FLAGS, True))
