@@ -104,7 +104,12 @@ def comparison_table(report: dict[str, Any]) -> str:
     peaks = [f"{'PocketLLM' if name == OURS else name} {memory(facts)}" for name, facts in report["sides"].items() if facts.get("peak_rss_bytes")]
     rounds = f"Medians (smallest to largest) of {report['settings']['rounds']} alternating rounds; a ratio is PocketLLM's rate over the peer's, by round."
     lines = [table(head, rows), "", rounds]
-    return "\n".join([*lines, *limit_lines(report), f"Peak memory: {'; '.join(peaks)}."])
+    own = [_own_counters(name, facts["own_tokens_per_s"]) for name, facts in report["sides"].items() if facts.get("own_tokens_per_s")]
+    return "\n".join([*lines, *own, *limit_lines(report), f"Peak memory: {'; '.join(peaks)}."])
+
+
+def _own_counters(side: str, rates: dict[str, float]) -> str:
+    return f"By its own counters {side} made its last samples at {', '.join(f'{rate:,.1f} tokens/s ({measure})' for measure, rate in rates.items())}."
 
 
 def label(peer: str) -> str:
