@@ -17,6 +17,7 @@ from pocketllm.bench.sides.process import SideProcess
 from pocketllm.bench.sides.select import check_peer, installed_peers
 from pocketllm.bench.spread import spread
 from pocketllm.config import EngineArgs
+from pocketllm.errors import ConfigurationError
 
 OURS = "pocketllm"
 _BATCH = (128, 64)  # tokens of the prompt and of the answer of each request of a batch
@@ -42,8 +43,10 @@ def measure_comparison(args: CompareBenchArgs, engine: EngineArgs, peers: Sequen
     context = max(args.input_tokens + 1, args.context + args.output_tokens, sum(_BATCH)) + args.batch + SLACK
     spec = Spec(path, device, threads, context, args.batch, args.seed)
     measures = _measures(args)
-    limits = [measure_limits(device, threads)]
     wanted = {OURS: OURS, **{label(peer): peer for peer in names}}
+    if len(wanted) <= len(names):
+        raise ConfigurationError('"peer" names one side twice: send each peer once, and one llama-bench at most.', param="peer")
+    limits = [measure_limits(device, threads)]
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
     sides: dict[str, SideProcess] = {}
     total = len(samples) * (2 + args.rounds)

@@ -78,8 +78,11 @@ def read_answer(exchange: Exchange) -> Answer | str:
         if chunk.get("error"):
             return "an error event in the stream"
         usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices") or ():
-            if not isinstance(choice, dict):
+        choices = chunk.get("choices") or []
+        if not isinstance(choices, list) or not isinstance(usage or {}, dict):
+            return "an event of another form"
+        for choice in choices:
+            if not isinstance(choice, dict) or not isinstance(choice.get("delta") or {}, dict):
                 return "a choice that is no JSON object"
             finish_reason = choice.get("finish_reason") or finish_reason
             if size := _size(choice.get("delta") or choice):
@@ -140,7 +143,9 @@ def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
 def _size(delta: dict[str, Any]) -> int:
     """Characters that a delta brings, those of tool calls included."""
     texts = [delta.get(name) for name in _TEXT_FIELDS]
-    for call in delta.get("tool_calls") or ():
-        function = call.get("function") or {}
-        texts += [function.get("name"), function.get("arguments")]
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            texts += [function.get("name"), function.get("arguments")]
     return sum(len(text) for text in texts if isinstance(text, str))

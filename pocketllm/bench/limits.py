@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from pocketllm.checkpoint import Checkpoint
+from pocketllm.errors import PocketLLMError
 
 _REPEATS = 5
 _CPU_SIZES = (2**30, 512, 4096)  # bytes of memory, rows of the product, its other two sides
@@ -25,8 +28,11 @@ def measure_limits(device: str = "cpu", threads: int | None = None) -> dict[str,
         device: "cpu", or what torch calls a GPU.
         threads: that torch uses on a CPU; None is its own choice.
     """
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, (device, threads, _CPU_SIZES if device == "cpu" else _GPU_SIZES))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_measure, device, threads, _CPU_SIZES if device == "cpu" else _GPU_SIZES).result()
+        except BrokenProcessPool:
+            raise PocketLLMError("The process that measures this machine's limits was ended, mostly for want of memory: free some and try again.") from None
 
 
 def best_of(limits: list[dict[str, float]]) -> dict[str, float]:

@@ -132,5 +132,7 @@ async def _at_times(
 async def _tick(watch: ClientWatch, tick: float, clock: Clock) -> None:
     while True:
         before = clock()
-        await asyncio.sleep(tick)
-        watch.lags.append(max(0.0, clock() - before - tick))
+        try:
+            await asyncio.sleep(tick)
+        finally:  # the last one too, in which the load ends
+            watch.lags.append(max(0.0, clock() - before - tick))

@@ -38,7 +38,7 @@ class StreamClient:
                 await connection.exchange(request, exchange)
         except TimeoutError:
             exchange.failure = "timed out"
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a host that can be no name is a UnicodeError
             exchange.failure = type(error).__name__
         except httptools.HttpParserError:
             exchange.failure = "an answer that is no HTTP"

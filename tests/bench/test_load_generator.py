@@ -245,6 +245,9 @@ def test_tokens_of_a_chunk_follow_its_characters() -> None:
         (body(b"data: {\n\n"), "an event that is no JSON"),
         (body([1]), "an event that is no JSON object"),
         (body({"choices": [1]}), "a choice that is no JSON object"),
+        (body({"choices": [{"delta": "x"}]}), "a choice that is no JSON object"),
+        (body({"choices": 5}), "an event of another form"),
+        (body({"choices": [], "usage": [1]}), "an event of another form"),
         (body(said("", finish_reason="stop")), "no text"),
     ],
 )

@@ -64,6 +64,7 @@ class Side(ABC):
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self._random = random.Random(f"{spec.seed} {self.name}")
+        self._repeated: set[int] = set()  # ids that prompts were made of: a second one would find the first in a cache
         self.discarded = 0
 
     @property
@@ -113,4 +114,9 @@ class Side(ABC):
 
     def repeating(self, count: int) -> list[int]:
         """One fresh id, repeated: a model mostly goes on with it rather than ending its answer."""
-        return self.fresh(1) * count
+        if len(self._repeated) >= self.vocab_size // 2:
+            self._repeated.clear()
+        while (drawn := self.fresh(1)[0]) in self._repeated:
+            pass
+        self._repeated.add(drawn)
+        return [drawn] * count
