@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -21,3 +22,17 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
     return value
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of `names`, with commas between them."""
+    known = list(names)
+
+    def parse(text: str) -> list[str]:
+        asked = text.split(",")
+        for name in asked:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return asked
+
+    return parse

@@ -23,7 +23,7 @@ from deepseek_cuda_table import table
 from llm_measures import MeasuredLLM
 from torch_cuda import Rows
 
-from arguments import positive
+from arguments import positive, some_of
 from cuda_limits import ceilings, measure_cuda_limits
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware
 from pocketllm.bench.limits import token_costs
@@ -157,20 +157,12 @@ def _rate(rows: Rows, section: str, measure: str, samples: list[float], **facts:
     rows.add(section, measure, unit="tokens/s", median=statistics.median(samples), min=min(samples), max=max(samples), samples=samples, **facts)
 
 
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PARTS)}")
-    return names
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure PocketLLM's torch plane on DeepSeek-V4's layers, with the card's limits beside it.")
     parser.add_argument("--shape", default="deepseek-v4-flash-6-layers", help="of the random checkpoint [deepseek-v4-flash-6-layers]")
     parser.add_argument("--scratch", type=Path, help="where it is written and looked for [/dev/shm if it has the room, else the disk]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the program [cuda]")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B", help=f"which of {', '.join(PARTS)} [all]")
+    parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), metavar="A,B", help=f"which of {', '.join(PARTS)} [all]")
     parser.add_argument("--prompts", type=lambda text: [int(part) for part in text.split(",")], default=[512, 2048, 8192], help="tokens [512,2048,8192]")
     parser.add_argument("--context", type=positive, default=4096, help="tokens before an answer [4096]")
     parser.add_argument("--steps", type=positive, default=128, help="of an answer [128]")

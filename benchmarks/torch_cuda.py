@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arguments import json_object, positive
+from arguments import json_object, positive, some_of
 from compiled_kernels import CompiledKernels
 from cuda_table import table
 from pocketllm.bench.hardware import describe_code, describe_gpu, describe_hardware, gpu_slug
@@ -268,14 +268,6 @@ _SECTION_CODE: dict[str, Callable[[argparse.Namespace, Rows], None]] = {
 }
 
 
-def _sections(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(SECTIONS)}")
-    return names
-
-
 def _loads(count: int) -> Callable[[str], tuple[tuple[int, ...], ...]]:
     """Of RxT,.. with 2 numbers a load, of RxT+N,.. with 3."""
 
@@ -296,7 +288,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="where random checkpoints are written and looked for [/dev/shm if it has the room, else the disk]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the program [cuda]")
     parser.add_argument("--tiny", action="store_true", help="a workload that only tries the program")
-    parser.add_argument("--sections", type=_sections, default=list(SECTIONS), metavar="A,B", help=f"which of {', '.join(SECTIONS)} [all]")
+    parser.add_argument("--sections", type=some_of(SECTIONS), default=list(SECTIONS), metavar="A,B", help=f"which of {', '.join(SECTIONS)} [all]")
     parser.add_argument("--section-timeout", type=float, default=240, help="seconds after which a section is ended [240]")
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help="more EngineArgs of PocketLLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts [0]")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pocketllm.backends.base import Backend, EngineRequest
+from pocketllm.errors import ConfigurationError
 from tests.row_listener import Listener, run
 
 LENGTHS = (1, 2, 17, 40, 77)  # of the prompts: in one step, at the border of a block and of a chunk, and over several chunks
@@ -79,3 +80,16 @@ def check_ranks_after_preemption(backend: Backend, oracle: Any) -> None:
     for prompt, row, ids in zip(prompts, rows, alone, strict=True):
         check_ranks(oracle, prompt, row, 2)
         assert row.token_ids == ids
+
+
+def check_broken_terms_are_refused(backend: Backend) -> None:
+    """By the name of the field at fault."""
+    for request, param in (
+        (EngineRequest("a", (1, 2), 0), "max_tokens"),
+        (EngineRequest("a", (1, 2), -1, prompt_logprobs=0), "max_tokens"),
+        (EngineRequest("a", (1, 2), 1, prompt_logprobs=21), "prompt_logprobs"),
+        (EngineRequest("a", (1, 2), 1, prompt_logprobs=-1), "prompt_logprobs"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            backend.submit(request, lambda step: None)
+        assert caught.value.param == param

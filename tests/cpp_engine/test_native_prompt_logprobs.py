@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from pocketllm.backends.base import EngineRequest
 from pocketllm.backends.cpp import CppBackend
 from pocketllm.checkpoint import open_checkpoint
 from pocketllm.config import EngineArgs
-from pocketllm.errors import ConfigurationError
 from tests.models.tiny_qwen3_5 import write_tiny
-from tests.prompt_scoring import check_prompt_logprobs, check_ranks_after_preemption
+from tests.prompt_scoring import check_broken_terms_are_refused, check_prompt_logprobs, check_ranks_after_preemption
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -57,12 +55,4 @@ def test_rows_that_are_preempted(checkpoint: tuple[Path, Any]) -> None:
 
 def test_what_breaks_the_terms_is_refused(checkpoint: tuple[Path, Any]) -> None:
     with opened(checkpoint[0]) as backend:
-        for request, param in (
-            (EngineRequest("a", (1, 2), 0), "max_tokens"),
-            (EngineRequest("a", (1, 2), -1, prompt_logprobs=0), "max_tokens"),
-            (EngineRequest("a", (1, 2), 1, prompt_logprobs=21), "prompt_logprobs"),
-            (EngineRequest("a", (1, 2), 1, prompt_logprobs=-1), "prompt_logprobs"),
-        ):
-            with pytest.raises(ConfigurationError) as caught:
-                backend.submit(request, lambda step: None)
-            assert caught.value.param == param
+        check_broken_terms_are_refused(backend)

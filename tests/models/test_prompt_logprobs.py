@@ -11,11 +11,10 @@ from plane import opened
 from tiny_qwen3_5 import write_tiny
 
 from pocketllm.backends.base import EngineRequest
-from pocketllm.errors import ConfigurationError
 from pocketllm.torch_engine.engine import Engine
 from tests.models.tiny import prompt_of
 from tests.models.variants import VARIANTS
-from tests.prompt_scoring import check_prompt_logprobs, check_ranks, check_ranks_after_preemption
+from tests.prompt_scoring import check_broken_terms_are_refused, check_prompt_logprobs, check_ranks, check_ranks_after_preemption
 from tests.row_listener import Listener
 
 LLAMA = next(variant for variant in VARIANTS if variant.name == "llama")
@@ -40,15 +39,7 @@ def test_rows_that_are_preempted(tmp_path: Path) -> None:
 def test_what_breaks_the_terms_is_refused(tmp_path: Path) -> None:
     LLAMA.save(tmp_path)
     with opened(tmp_path) as backend:
-        for request, param in (
-            (EngineRequest("a", (1, 2), 0), "max_tokens"),
-            (EngineRequest("a", (1, 2), -1, prompt_logprobs=0), "max_tokens"),
-            (EngineRequest("a", (1, 2), 1, prompt_logprobs=21), "prompt_logprobs"),
-            (EngineRequest("a", (1, 2), 1, prompt_logprobs=-1), "prompt_logprobs"),
-        ):
-            with pytest.raises(ConfigurationError) as caught:
-                backend.submit(request, lambda step: None)
-            assert caught.value.param == param
+        check_broken_terms_are_refused(backend)
 
 
 @pytest.mark.usefixtures("triton_device")
