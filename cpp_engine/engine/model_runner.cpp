@@ -6,6 +6,7 @@
 #include <string>
 
 #include "engine/cache_plan.h"
+#include "engine/sample_rows.h"
 #include "pocket/error.h"
 
 namespace pocket {
@@ -263,12 +264,7 @@ void ModelRunner::draw(const Tensor& logits, const SampleInputs& inputs, std::sp
 
 std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunRow> rows, std::span<const std::size_t> order) {
     std::vector<std::size_t> sampling;  // places of the rows that sample, in the order of the logits
-    std::vector<float> temperatures, top_ps;
-    std::vector<std::int32_t> top_ks, draws, num_logprobs;
-    std::vector<std::uint64_t> seeds;
-    std::vector<const std::uint32_t*> masks;
-    std::vector<std::span<const LogitEdit>> edits;
-    std::vector<float> min_ps;
+    SampleRows asked;
     std::vector<bool> changes;
     const bool has_terms = std::ranges::any_of(rows, [](const RunRow& row) { return row.samples && row.request->terms.has_value(); });
     for (const std::size_t place : order) {
@@ -276,21 +272,21 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         if (!row.samples) continue;
         const Request& request = *row.request;
         sampling.push_back(place);
-        temperatures.push_back(request.temperature);
-        top_ps.push_back(request.top_p);
-        top_ks.push_back(request.top_k);
-        seeds.push_back(request.seed);
-        draws.push_back(row.draw);
-        num_logprobs.push_back(request.logprobs.value_or(-1));
-        masks.push_back(row.mask);
+        asked.temperatures.push_back(request.temperature);
+        asked.top_ps.push_back(request.top_p);
+        asked.top_ks.push_back(request.top_k);
+        asked.seeds.push_back(request.seed);
+        asked.draws.push_back(row.draw);
+        asked.num_logprobs.push_back(request.logprobs.value_or(-1));
+        asked.masks.push_back(row.mask);
         changes.push_back(request.terms.has_value());
         if (has_terms) {
-            edits.push_back(row.edits);
-            min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
+            asked.edits.push_back(row.edits);
+            asked.min_ps.push_back(request.terms ? request.terms->min_p : 0.0f);
         }
     }
     std::vector<SampleOutput> outputs(sampling.size());
-    draw(logits, {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs, changes);
+    draw(logits, asked.view(), outputs, changes);
     std::vector<std::size_t> by_place(sampling.size());  // outputs in the caller's order
     std::iota(by_place.begin(), by_place.end(), std::size_t{0});
     std::sort(by_place.begin(), by_place.end(), [&](std::size_t a, std::size_t b) { return sampling[a] < sampling[b]; });
@@ -300,7 +296,7 @@ std::vector<Draw> ModelRunner::sample(const Tensor& logits, std::span<const RunR
         Draw& draw = results.emplace_back();
         draw.token_id = output.token_id;
         draw.is_finite = output.is_finite;
-        if (!output.is_finite || num_logprobs[index] < 0) continue;
+        if (!output.is_finite || asked.num_logprobs[index] < 0) continue;
         draw.logprobs = logprobs_of(output);
     }
     return results;

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/draw.h"
+#include "engine/sample_rows.h"
 
 namespace pocket {
 
@@ -37,29 +38,21 @@ std::vector<std::uint32_t> cut_mask(const std::uint32_t* mask, int vocab_size, i
 }
 
 // The inputs of some rows.
-struct InputsOf {
-    std::vector<float> temperatures, top_ps;
-    std::vector<std::int32_t> top_ks, draws, num_logprobs;
-    std::vector<std::uint64_t> seeds;
-    std::vector<const std::uint32_t*> masks;
-    std::vector<std::span<const LogitEdit>> edits;
-    std::vector<float> min_ps;
-
-    InputsOf(const SampleInputs& all, const std::vector<std::size_t>& places) {
-        for (const std::size_t place : places) {
-            temperatures.push_back(all.temperatures[place]);
-            top_ps.push_back(all.top_ps[place]);
-            top_ks.push_back(all.top_ks[place]);
-            seeds.push_back(all.seeds[place]);
-            draws.push_back(all.draws[place]);
-            num_logprobs.push_back(all.num_logprobs[place]);
-            masks.push_back(all.masks[place]);
-            if (!all.edits.empty()) edits.push_back(all.edits[place]);
-            if (!all.min_ps.empty()) min_ps.push_back(all.min_ps[place]);
-        }
+SampleRows inputs_of(const SampleInputs& all, const std::vector<std::size_t>& places) {
+    SampleRows some;
+    for (const std::size_t place : places) {
+        some.temperatures.push_back(all.temperatures[place]);
+        some.top_ps.push_back(all.top_ps[place]);
+        some.top_ks.push_back(all.top_ks[place]);
+        some.seeds.push_back(all.seeds[place]);
+        some.draws.push_back(all.draws[place]);
+        some.num_logprobs.push_back(all.num_logprobs[place]);
+        some.masks.push_back(all.masks[place]);
+        if (!all.edits.empty()) some.edits.push_back(all.edits[place]);
+        if (!all.min_ps.empty()) some.min_ps.push_back(all.min_ps[place]);
     }
-    SampleInputs view() const { return {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}; }
-};
+    return some;
+}
 
 bool is_greedy(const SampleInputs& inputs, std::size_t place) { return inputs.temperatures[place] == 0 || inputs.top_ks[place] == 1; }
 
@@ -154,7 +147,7 @@ std::vector<std::size_t> ShardedSampler::draw(const Tensor& logits, const Sample
     const std::size_t count = outputs.size();
     std::vector<std::size_t> places(count);
     std::iota(places.begin(), places.end(), std::size_t{0});
-    InputsOf own(inputs, places);
+    SampleRows own = inputs_of(inputs, places);
     std::vector<std::vector<std::uint32_t>> masks;
     masks.reserve(count);
     for (const std::uint32_t*& mask : own.masks) {
@@ -229,7 +222,7 @@ void ShardedSampler::draw_whole(const Tensor& logits, const SampleInputs& inputs
     }
     const Tensor all = whole({own, DType::float32, static_cast<std::int64_t>(places.size()), share_.count, share_.widest});
     if (ranks_.rank() != 0) return;
-    const InputsOf chosen(inputs, places);
+    const SampleRows chosen = inputs_of(inputs, places);
     std::vector<SampleOutput> drawn(places.size());
     device_.sample(all, chosen.view(), drawn);
     for (std::size_t index = 0; index < places.size(); ++index) outputs[places[index]] = drawn[index];

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "core/splitmix.h"
+#include "engine/sample_rows.h"
 #include "ops_devices.h"
 #include "tests/check.h"
 
@@ -41,30 +42,24 @@ struct How {
 std::vector<SampleOutput> sample(Device& device, const std::vector<float>& logits, const std::vector<How>& rows) {
     const std::int64_t count = static_cast<std::int64_t>(rows.size());
     const Array array(device, logits);
-    std::vector<float> temperatures, top_ps;
-    std::vector<std::int32_t> top_ks, draws, num_logprobs;
-    std::vector<std::uint64_t> seeds;
-    std::vector<const std::uint32_t*> masks;
-    std::vector<std::span<const LogitEdit>> edits;
-    std::vector<float> min_ps;
+    SampleRows asked;
     bool has_terms = false;
     for (const How& how : rows) {
-        edits.emplace_back(how.edits);
-        min_ps.push_back(how.min_p);
+        asked.edits.emplace_back(how.edits);
+        asked.min_ps.push_back(how.min_p);
         has_terms = has_terms || !how.edits.empty() || how.min_p > 0;
-        temperatures.push_back(how.temperature);
-        top_ps.push_back(how.top_p);
-        top_ks.push_back(how.top_k);
-        draws.push_back(how.draw);
-        num_logprobs.push_back(how.num_logprobs);
-        seeds.push_back(how.seed);
-        masks.push_back(how.mask);
+        asked.temperatures.push_back(how.temperature);
+        asked.top_ps.push_back(how.top_p);
+        asked.top_ks.push_back(how.top_k);
+        asked.draws.push_back(how.draw);
+        asked.num_logprobs.push_back(how.num_logprobs);
+        asked.seeds.push_back(how.seed);
+        asked.masks.push_back(how.mask);
     }
     std::vector<SampleOutput> outputs(rows.size());
     device.reserve(static_cast<int>(count), static_cast<int>(count));
-    if (!has_terms) edits.clear(), min_ps.clear();
-    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count),
-                  {temperatures, top_ps, top_ks, seeds, draws, num_logprobs, masks, edits, min_ps}, outputs);
+    if (!has_terms) asked.edits.clear(), asked.min_ps.clear();
+    device.sample(matrix(array, count, static_cast<std::int64_t>(logits.size()) / count), asked.view(), outputs);
     const std::vector<float> left = array.values();
     CHECK(std::memcmp(left.data(), logits.data(), logits.size() * sizeof(float)) == 0);  // they are left as they are
     return outputs;
